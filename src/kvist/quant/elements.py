@@ -1,0 +1,110 @@
+"""Element codecs: E4M3, E8M0 and E2M1, each between float32 values and bytes.
+
+Owns the meaning of single codes and the packing of two E2M1 codes into a byte.
+Must not know groups, scale rules, rows or weights.
+"""
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+_ONE_BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+_F32_EXPONENT_MASK = 0x7F800000
+_F32_MANTISSA_MASK = 0x007FFFFF
+_F32_MANTISSA_BITS = 23
+
+
+def as_bytes(tensor: Tensor, name: str) -> Tensor:
+    """Reinterpret a one-byte tensor as uint8 without copying. Codes and scales are bytes whatever dtype a file gives them.
+
+    Raises ValueError for wider dtypes: a scale that has become a float or an int64 has already lost its meaning as a byte.
+    """
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype not in _ONE_BYTE_DTYPES:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ONE_BYTE_DTYPES)
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected raw bytes in one of: {accepted}")
+    return tensor.view(torch.uint8)
+
+
+def encode_e4m3(value: Tensor) -> Tensor:
+    """float32 [...] -> E4M3 codes u8 [...]: nearest, ties to even code, saturating at +-448, sign of zero and NaN kept."""
+    # The clamp is ours because torch versions differ in what an out-of-range cast gives (NaN or 448).
+    return value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def decode_e4m3(code: Tensor) -> Tensor:
+    """E4M3 codes u8 [...] -> float32 [...], exact; 0x7F and 0xFF are NaN, there are no infinities."""
+    return code.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def power_of_two_ceiling_bits(value: Tensor) -> Tensor:
+    """float32 [...], positive and normal -> int32 bits of the smallest float32 power of two >= value.
+
+    Infinity and NaN both give the bits of infinity, whose exponent byte 255 is the NaN of E8M0.
+    """
+    bits = value.view(torch.int32).clamp_max(_F32_EXPONENT_MASK)
+    # A carry out of a non-zero mantissa is exactly "ceil": no logarithm, so no rounding to worry about.
+    return (bits + _F32_MANTISSA_MASK) & _F32_EXPONENT_MASK
+
+
+def encode_e8m0(power_bits: Tensor) -> Tensor:
+    """int32 bits of powers of two (`power_of_two_ceiling_bits`) [...] -> E8M0 bytes u8 [...]: the biased exponent."""
+    return (power_bits >> _F32_MANTISSA_BITS).to(torch.uint8)
+
+
+def decode_e8m0(byte: Tensor) -> Tensor:
+    """E8M0 bytes u8 [...] -> float32 [...] = 2^(byte - 127), exact for every byte; 255 is NaN."""
+    exponent = byte.to(torch.int32)
+    # Byte 0 is a float32 subnormal (2^-127) and byte 255 a NaN: in both the top mantissa bit is all that is missing.
+    edge = ((exponent == 0) | (exponent == 255)).to(torch.int32) << (_F32_MANTISSA_BITS - 1)
+    return ((exponent << _F32_MANTISSA_BITS) | edge).view(torch.float32)
+
+
+def _e2m1_magic(magnitude: Tensor) -> Tensor:
+    """The float32 power of two whose unit in the last place is the E2M1 step at `magnitude` (0.5, 1 or 2)."""
+    exponent_bits = magnitude.clamp_min(1.0).view(torch.int32) & _F32_EXPONENT_MASK
+    return (exponent_bits + (22 << _F32_MANTISSA_BITS)).view(torch.float32)
+
+
+def round_e2m1(value: Tensor) -> Tensor:
+    """float32 [...] -> nearest E2M1 value as float32 [...]: ties to even code, saturating at +-6, sign of zero kept, NaN stays NaN.
+
+    Adding and subtracting a large power of two lets the float32 adder do the rounding: all bits below the step count
+    (no sticky bit can be lost) and a tie goes to the even multiple of the step, which is the even code.
+    """
+    magnitude = value.abs().clamp_max(E2M1_MAX)
+    magic = _e2m1_magic(magnitude)
+    return torch.copysign((magnitude + magic) - magic, value)
+
+
+def encode_e2m1(value: Tensor) -> Tensor:
+    """float32 [...] -> E2M1 codes u8 [...] (0..15, bit 3 is the sign), rounded as `round_e2m1`. NaN has no code: it gives any."""
+    magnitude = value.abs().clamp_max(E2M1_MAX)
+    magic = _e2m1_magic(magnitude)
+    steps = (magnitude + magic).view(torch.int32) & 7
+    # With exponent e, codes advance by one a step and start at 2e - 0 (steps = 2 or 3 in the normal range).
+    exponent = (magic.view(torch.int32) >> _F32_MANTISSA_BITS) - (127 + 22)
+    sign = (value.view(torch.int32) >> 28) & 8
+    return (((steps + 2 * exponent) & 7) | sign).to(torch.uint8)
+
+
+def decode_e2m1(code: Tensor) -> Tensor:
+    """E2M1 codes u8 [...] (0..15) -> float32 [...]: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives (code 8 is -0)."""
+    wide = code.to(torch.int32)
+    magnitude = wide & 7
+    halves = torch.where(magnitude < 2, magnitude, (2 | (magnitude & 1)) << ((magnitude >> 1) - 1).clamp_min(0))
+    return torch.where(wide > 7, -0.5, 0.5) * halves.to(torch.float32)
+
+
+def pack_nibbles(code: Tensor) -> Tensor:
+    """Codes u8 [..., d] (0..15, d even) -> bytes u8 [..., d/2]; the even index lies in the low nibble."""
+    pair = code.unflatten(-1, (-1, 2))
+    return pair[..., 0] | (pair[..., 1] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Bytes u8 [..., d/2] -> codes u8 [..., d]; the inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
