@@ -3,10 +3,10 @@
 Owns the scale rules (floors, rounding) and the promise that fake(x) == unpack(pack(x)) bit for bit.
 Must not know rows of bytes, weights, pages or the model. Source: reference facts, section 11.
 
-Common to all functions: x is float32 or bfloat16 [..., d], d a multiple of the group; arithmetic is float32; results carry
-no gradient (see `straight_through`). Non-finite input: one NaN or infinity in a group makes the stored scale the NaN
-of its format and the whole dequantised group NaN, so that a broken value is never hidden by saturation. Finite values
-near 2^128 may round up to infinity when dequantised, as float32 itself would.
+Common to all functions: x is float32 or bfloat16 [..., d], d a multiple of the group; arithmetic is float32; results
+carry no gradient (see `straight_through`). Non-finite input: one NaN or infinity in a group makes the stored scale the
+NaN of its format and the whole dequantised group NaN, so that a broken value is never hidden by saturation; the codes
+of such a group mean nothing. Finite values near 2^128 may round up to infinity when dequantised.
 """
 
 import torch
@@ -23,6 +23,8 @@ from kvist.quant.elements import (
     encode_e8m0,
     pack_nibbles,
     power_of_two_ceiling_bits,
+    reciprocal_f32,
+    reciprocal_of_power,
     round_e2m1,
     unpack_nibbles,
 )
@@ -35,8 +37,8 @@ FP8_AMAX_FLOOR = 1e-4
 MXFP4_AMAX_FLOOR = 6 * 2.0**-126
 MAIN_FP4_AMAX_FLOOR = 6 * 2.0**-9
 
-# Bits of 2^k and 2^-k add up to this constant (biased exponents add up to 254).
-_RECIPROCAL_BITS = 254 << 23
+_FP8_RECIPROCAL = reciprocal_f32(E4M3_MAX)
+_MXFP4_RECIPROCAL = reciprocal_f32(E2M1_MAX)
 
 _VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -47,10 +49,13 @@ def _to_groups(x: Tensor, group: int) -> Tensor:
         raise ValueError(f"cannot quantise dtype {x.dtype}; convert to float32 or bfloat16 first")
     size = x.shape[-1] if x.dim() else 0
     if size % group or not x.dim():
-        raise ValueError(
-            f"last dimension is {size}, not a multiple of the group size {group}; pad or choose another size"
-        )
-    return x.detach().to(torch.float32).unflatten(-1, (size // group, group))
+        raise ValueError(f"last dimension is {size}, not a multiple of the group size {group}; pad it with zeros")
+    return _split_groups(x.detach().to(torch.float32), group)
+
+
+def _split_groups(values: Tensor, group: int) -> Tensor:
+    """[..., d] -> [..., d/group, group]."""
+    return values.reshape(*values.shape[:-1], values.shape[-1] // group, group)
 
 
 def _from_groups(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,16 +78,14 @@ def _group_amax(groups: Tensor) -> Tensor:
     return groups.abs().amax(dim=-1, keepdim=True)
 
 
-def _power_scale_bits(groups: Tensor, floor: float, element_max: float) -> Tensor:
-    """int32 bits [..., groups, 1] of 2^ceil(log2(max(amax, floor) * (1 / element_max)))."""
-    # The release multiplies by the float32 reciprocal; a division would differ in the last bit next to powers of two.
-    reciprocal = torch.tensor(1.0 / element_max, dtype=torch.float32).item()
+def _power_scale_bits(groups: Tensor, floor: float, reciprocal: float) -> Tensor:
+    """int32 bits [..., groups, 1] of 2^ceil(log2(max(amax, floor) * reciprocal))."""
     return power_of_two_ceiling_bits(_group_amax(groups).clamp_min(floor) * reciprocal)
 
 
 def _times_reciprocal(groups: Tensor, power_bits: Tensor) -> Tensor:
-    """groups / scale as an exact product. A poisoned group (scale bits of infinity) becomes 0 or NaN: times infinity, NaN."""
-    return groups * (_RECIPROCAL_BITS - power_bits).clamp_min(0).view(torch.float32)
+    """groups / scale as an exact product. A poisoned group (scale infinity) becomes 0 or NaN: NaN times infinity."""
+    return groups * reciprocal_of_power(power_bits)
 
 
 def fake_fp8(x: Tensor) -> Tensor:
@@ -91,8 +94,8 @@ def fake_fp8(x: Tensor) -> Tensor:
     Used for linear activations and window KV. amax floor 1e-4. Raises ValueError if d is not a multiple of 32.
     """
     groups = _to_groups(x, FP8_GROUP)
-    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, E4M3_MAX)
-    # No clamp: the scale is at least amax / 448 up to one rounding, so quotients stay below 464, where the cast would overflow.
+    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
+    # No clamp: the scale is at least amax / 448 up to rounding, so quotients stay below 464, where a cast may overflow.
     elements = _times_reciprocal(groups, bits).to(torch.float8_e4m3fn).to(torch.float32)
     return _from_groups(elements * bits.view(torch.float32), x.dtype)
 
@@ -100,7 +103,7 @@ def fake_fp8(x: Tensor) -> Tensor:
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] -> E4M3 codes u8 [..., d] and E8M0 scale bytes u8 [..., d/32]; rounding as `fake_fp8`."""
     groups = _to_groups(x, FP8_GROUP)
-    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, E4M3_MAX)
+    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
     codes = _times_reciprocal(groups, bits).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.flatten(-2), encode_e8m0(bits).squeeze(-1)
 
@@ -112,7 +115,7 @@ def unpack_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     code_bytes, scale_bytes = as_bytes(codes, "codes"), as_bytes(scales, "scales")
     _check_scales(code_bytes.shape[-1], scale_bytes, code_bytes, FP8_GROUP)
-    groups = decode_e4m3(code_bytes).unflatten(-1, (-1, FP8_GROUP))
+    groups = _split_groups(decode_e4m3(code_bytes), FP8_GROUP)
     return _from_groups(groups * decode_e8m0(scale_bytes).unsqueeze(-1), dtype)
 
 
@@ -122,14 +125,14 @@ def fake_mxfp4(x: Tensor) -> Tensor:
     Used for index queries and keys. amax floor 6 * 2^-126. Raises ValueError if d is not a multiple of 32.
     """
     groups = _to_groups(x, MXFP4_GROUP)
-    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, E2M1_MAX)
+    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
     return _from_groups(round_e2m1(_times_reciprocal(groups, bits)) * bits.view(torch.float32), x.dtype)
 
 
 def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] -> packed E2M1 u8 [..., d/2] (even index low) and E8M0 scale bytes u8 [..., d/32]."""
     groups = _to_groups(x, MXFP4_GROUP)
-    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, E2M1_MAX)
+    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
     codes = encode_e2m1(_times_reciprocal(groups, bits)).flatten(-2)
     return pack_nibbles(codes), encode_e8m0(bits).squeeze(-1)
 
@@ -138,7 +141,7 @@ def unpack_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed E2M1 [..., d/2] and E8M0 scales [..., d/32] -> values dtype [..., d]. ValueError if shapes disagree."""
     packed_bytes, scale_bytes = as_bytes(packed, "packed codes"), as_bytes(scales, "scales")
     _check_scales(2 * packed_bytes.shape[-1], scale_bytes, packed_bytes, MXFP4_GROUP)
-    groups = decode_e2m1(unpack_nibbles(packed_bytes)).unflatten(-1, (-1, MXFP4_GROUP))
+    groups = _split_groups(decode_e2m1(unpack_nibbles(packed_bytes)), MXFP4_GROUP)
     return _from_groups(groups * decode_e8m0(scale_bytes).unsqueeze(-1), dtype)
 
 
@@ -152,7 +155,7 @@ def _main_fp4_scale(groups: Tensor) -> Tensor:
 def fake_main_fp4(x: Tensor) -> Tensor:
     """Round x [..., d] to E2M1 with one E4M3 scale per 16 values (true divisions, clamp to 6); same shape and dtype.
 
-    Used for main compressed KV. amax floor 6 * 2^-9; amax above 2688 saturates. ValueError if d is not a multiple of 16.
+    Used for main compressed KV. amax floor 6 * 2^-9; values above 2688 saturate. ValueError if d is no multiple of 16.
     """
     groups = _to_groups(x, MAIN_FP4_GROUP)
     scale = _main_fp4_scale(groups).to(torch.float32)
@@ -171,5 +174,5 @@ def unpack_main_fp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
     """Packed E2M1 [..., d/2] and E4M3 scales [..., d/16] -> values dtype [..., d]. ValueError if shapes disagree."""
     packed_bytes, scale_bytes = as_bytes(packed, "packed codes"), as_bytes(scales, "scales")
     _check_scales(2 * packed_bytes.shape[-1], scale_bytes, packed_bytes, MAIN_FP4_GROUP)
-    groups = decode_e2m1(unpack_nibbles(packed_bytes)).unflatten(-1, (-1, MAIN_FP4_GROUP))
+    groups = _split_groups(decode_e2m1(unpack_nibbles(packed_bytes)), MAIN_FP4_GROUP)
     return _from_groups(groups * decode_e4m3(scale_bytes).unsqueeze(-1), dtype)

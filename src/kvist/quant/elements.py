@@ -17,9 +17,9 @@ _F32_MANTISSA_BITS = 23
 
 
 def as_bytes(tensor: Tensor, name: str) -> Tensor:
-    """Reinterpret a one-byte tensor as uint8 without copying. Codes and scales are bytes whatever dtype a file gives them.
+    """Reinterpret a one-byte tensor as uint8 without copying: codes and scales are bytes under any dtype a file gives.
 
-    Raises ValueError for wider dtypes: a scale that has become a float or an int64 has already lost its meaning as a byte.
+    Raises ValueError for wider dtypes: a scale that became a float or an int64 has lost its meaning as a byte.
     """
     if tensor.dtype == torch.uint8:
         return tensor
@@ -30,7 +30,7 @@ def as_bytes(tensor: Tensor, name: str) -> Tensor:
 
 
 def encode_e4m3(value: Tensor) -> Tensor:
-    """float32 [...] -> E4M3 codes u8 [...]: nearest, ties to even code, saturating at +-448, sign of zero and NaN kept."""
+    """float32 [...] -> E4M3 codes u8 [...]: nearest, ties to even code, at most +-448; sign of zero and NaN kept."""
     # The clamp is ours because torch versions differ in what an out-of-range cast gives (NaN or 448).
     return value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -48,6 +48,17 @@ def power_of_two_ceiling_bits(value: Tensor) -> Tensor:
     bits = value.view(torch.int32).clamp_max(_F32_EXPONENT_MASK)
     # A carry out of a non-zero mantissa is exactly "ceil": no logarithm, so no rounding to worry about.
     return (bits + _F32_MANTISSA_MASK) & _F32_EXPONENT_MASK
+
+
+def reciprocal_of_power(power_bits: Tensor) -> Tensor:
+    """int32 bits of 2^k [...] -> float32 2^-k, exact; the bits of infinity give 0."""
+    # Biased exponents of 2^k and 2^-k add up to 254.
+    return ((254 << _F32_MANTISSA_BITS) - power_bits).clamp_min(0).view(torch.float32)
+
+
+def reciprocal_f32(value: float) -> float:
+    """1 / value in float32: the release multiplies by such constants, and a division would round differently."""
+    return float(torch.tensor(1.0 / value, dtype=torch.float32))
 
 
 def encode_e8m0(power_bits: Tensor) -> Tensor:
@@ -70,7 +81,7 @@ def _e2m1_magic(magnitude: Tensor) -> Tensor:
 
 
 def round_e2m1(value: Tensor) -> Tensor:
-    """float32 [...] -> nearest E2M1 value as float32 [...]: ties to even code, saturating at +-6, sign of zero kept, NaN stays NaN.
+    """float32 [...] -> nearest E2M1 value, float32 [...]: ties to even code, at most +-6; sign of zero and NaN kept.
 
     Adding and subtracting a large power of two lets the float32 adder do the rounding: all bits below the step count
     (no sticky bit can be lost) and a tie goes to the even multiple of the step, which is the even code.
@@ -81,11 +92,11 @@ def round_e2m1(value: Tensor) -> Tensor:
 
 
 def encode_e2m1(value: Tensor) -> Tensor:
-    """float32 [...] -> E2M1 codes u8 [...] (0..15, bit 3 is the sign), rounded as `round_e2m1`. NaN has no code: it gives any."""
+    """float32 [...] -> E2M1 codes u8 [...] (0..15, bit 3 is the sign), rounded as `round_e2m1`. NaN gives any code."""
     magnitude = value.abs().clamp_max(E2M1_MAX)
     magic = _e2m1_magic(magnitude)
     steps = (magnitude + magic).view(torch.int32) & 7
-    # With exponent e, codes advance by one a step and start at 2e - 0 (steps = 2 or 3 in the normal range).
+    # Codes advance by one a step; each doubling of the step (exponent) makes two codes reachable with fewer steps.
     exponent = (magic.view(torch.int32) >> _F32_MANTISSA_BITS) - (127 + 22)
     sign = (value.view(torch.int32) >> 28) & 8
     return (((steps + 2 * exponent) & 7) | sign).to(torch.uint8)
@@ -101,8 +112,7 @@ def decode_e2m1(code: Tensor) -> Tensor:
 
 def pack_nibbles(code: Tensor) -> Tensor:
     """Codes u8 [..., d] (0..15, d even) -> bytes u8 [..., d/2]; the even index lies in the low nibble."""
-    pair = code.unflatten(-1, (-1, 2))
-    return pair[..., 0] | (pair[..., 1] << 4)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

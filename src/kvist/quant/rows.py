@@ -1,6 +1,6 @@
 """Cache rows as bytes: main entry (d/2 + d/16), index key (d/2 + d/32), window entry (d + d/32); codes, then scales.
 
-Owns the byte counts and the order inside one row. Must not know pages, planes, alignment or which layer a row belongs to.
+Owns the byte counts and the order inside one row. Must not know pages, planes, alignment or layers.
 Source: reference facts, section 11 (288, 68 and 528 bytes at the released dimensions).
 """
 
@@ -55,7 +55,7 @@ class RowFormat:
         return torch.cat((codes, scales), dim=-1)
 
     def from_bytes(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """u8 [..., row_bytes(dim)] -> dtype [..., dim]; dim follows from the row's length. ValueError if no dim fits."""
+        """u8 [..., row_bytes(dim)] -> dtype [..., dim]; dim follows from the length. ValueError if no dim fits."""
         bytes_per_group = self.group // self.codes_per_byte + 1
         row_bytes = rows.shape[-1]
         if rows.dtype != torch.uint8 or row_bytes % bytes_per_group:
@@ -64,8 +64,7 @@ class RowFormat:
                 f"expected uint8 and a multiple of {bytes_per_group} bytes ({self.group} values)"
             )
         groups = row_bytes // bytes_per_group
-        codes, scales = rows.split((row_bytes - groups, groups), dim=-1)
-        return self.unpack(codes, scales, dtype)
+        return self.unpack(rows[..., : row_bytes - groups], rows[..., row_bytes - groups :], dtype)
 
 
 MAIN_ENTRY = RowFormat(

@@ -17,6 +17,8 @@ from kvist.quant.elements import (
     encode_e4m3,
     encode_e8m0,
     power_of_two_ceiling_bits,
+    reciprocal_f32,
+    reciprocal_of_power,
     unpack_nibbles,
 )
 
@@ -53,10 +55,10 @@ def quantise_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(
         weight.detach().to(torch.float32), (0, -columns % WEIGHT_BLOCK, 0, -rows % WEIGHT_BLOCK)
     )
-    blocks = padded.unflatten(1, (-1, WEIGHT_BLOCK)).unflatten(0, (-1, WEIGHT_BLOCK))  # [o/32, 32, i/32, 32]
+    blocks = padded.reshape(_blocks(rows), WEIGHT_BLOCK, _blocks(columns), WEIGHT_BLOCK)
     amax = blocks.abs().amax(dim=(1, 3)).clamp_min(_WEIGHT_AMAX_FLOOR)
-    bits = power_of_two_ceiling_bits(amax * torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32, device=amax.device))
-    scaled = blocks * ((254 << 23) - bits).view(torch.float32)[:, None, :, None]
+    bits = power_of_two_ceiling_bits(amax * reciprocal_f32(E4M3_MAX))
+    scaled = blocks * reciprocal_of_power(bits)[:, None, :, None]
     codes = encode_e4m3(scaled).flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
     return codes.view(torch.float8_e4m3fn), encode_e8m0(bits).view(torch.float8_e8m0fnu)
 
@@ -90,7 +92,7 @@ def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_fp4_weight(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 or uint8 [o, i/2] and E8M0 scales [o, ceil(i/32)] (float8_e8m0fnu or uint8, same meaning) -> dtype [o, i]."""
+    """int8 or uint8 [o, i/2], E8M0 scales [o, ceil(i/32)] (float8_e8m0fnu or uint8, same meaning) -> dtype [o, i]."""
     _check_matrix(packed, "packed weight")
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     codes, scale_bytes = as_bytes(packed, "packed weight"), as_bytes(scale, "scale")
