@@ -18,7 +18,7 @@ from kvist.quant.cache_formats import (
     unpack_mxfp4,
 )
 from kvist.quant.elements import (
-    decode_e2m1,
+    decode_e2m1_pairs,
     decode_e4m3,
     decode_e8m0,
     encode_e2m1,
@@ -46,7 +46,7 @@ __all__ = [
     "WEIGHT_BLOCK",
     "WINDOW_ENTRY",
     "RowFormat",
-    "decode_e2m1",
+    "decode_e2m1_pairs",
     "decode_e4m3",
     "decode_e8m0",
     "dequantise_fp4_weight",

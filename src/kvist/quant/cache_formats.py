@@ -16,17 +16,15 @@ from kvist.quant.elements import (
     E2M1_MAX,
     E4M3_MAX,
     as_bytes,
-    decode_e2m1,
+    decode_e2m1_pairs,
     decode_e4m3,
     decode_e8m0,
     encode_e2m1,
     encode_e8m0,
     pack_nibbles,
-    power_of_two_ceiling_bits,
+    power_of_two_ceiling,
     reciprocal_f32,
-    reciprocal_of_power,
     round_e2m1,
-    unpack_nibbles,
 )
 
 FP8_GROUP = 32
@@ -78,14 +76,9 @@ def _group_amax(groups: Tensor) -> Tensor:
     return groups.abs().amax(dim=-1, keepdim=True)
 
 
-def _power_scale_bits(groups: Tensor, floor: float, reciprocal: float) -> Tensor:
-    """int32 bits [..., groups, 1] of 2^ceil(log2(max(amax, floor) * reciprocal))."""
-    return power_of_two_ceiling_bits(_group_amax(groups).clamp_min(floor) * reciprocal)
-
-
-def _times_reciprocal(groups: Tensor, power_bits: Tensor) -> Tensor:
-    """groups / scale as an exact product. A poisoned group (scale infinity) becomes 0 or NaN: NaN times infinity."""
-    return groups * reciprocal_of_power(power_bits)
+def _power_scale(groups: Tensor, floor: float, reciprocal: float) -> Tensor:
+    """float32 [..., groups, 1] = 2^ceil(log2(max(amax, floor) * reciprocal)); infinity if the group is not finite."""
+    return power_of_two_ceiling(_group_amax(groups).clamp_min_(floor).mul_(reciprocal))
 
 
 def fake_fp8(x: Tensor) -> Tensor:
@@ -94,18 +87,18 @@ def fake_fp8(x: Tensor) -> Tensor:
     Used for linear activations and window KV. amax floor 1e-4. Raises ValueError if d is not a multiple of 32.
     """
     groups = _to_groups(x, FP8_GROUP)
-    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
+    scale = _power_scale(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
     # No clamp: the scale is at least amax / 448 up to rounding, so quotients stay below 464, where a cast may overflow.
-    elements = _times_reciprocal(groups, bits).to(torch.float8_e4m3fn).to(torch.float32)
-    return _from_groups(elements * bits.view(torch.float32), x.dtype)
+    elements = decode_e4m3((groups / scale).to(torch.float8_e4m3fn).view(torch.uint8))
+    return _from_groups(elements * scale, x.dtype)
 
 
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] -> E4M3 codes u8 [..., d] and E8M0 scale bytes u8 [..., d/32]; rounding as `fake_fp8`."""
     groups = _to_groups(x, FP8_GROUP)
-    bits = _power_scale_bits(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
-    codes = _times_reciprocal(groups, bits).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.flatten(-2), encode_e8m0(bits).squeeze(-1)
+    scale = _power_scale(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
+    codes = (groups / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(-2), encode_e8m0(scale).squeeze(-1)
 
 
 def unpack_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,23 +118,23 @@ def fake_mxfp4(x: Tensor) -> Tensor:
     Used for index queries and keys. amax floor 6 * 2^-126. Raises ValueError if d is not a multiple of 32.
     """
     groups = _to_groups(x, MXFP4_GROUP)
-    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
-    return _from_groups(round_e2m1(_times_reciprocal(groups, bits)) * bits.view(torch.float32), x.dtype)
+    scale = _power_scale(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
+    return _from_groups(round_e2m1(groups / scale) * scale, x.dtype)
 
 
 def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] -> packed E2M1 u8 [..., d/2] (even index low) and E8M0 scale bytes u8 [..., d/32]."""
     groups = _to_groups(x, MXFP4_GROUP)
-    bits = _power_scale_bits(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
-    codes = encode_e2m1(_times_reciprocal(groups, bits)).flatten(-2)
-    return pack_nibbles(codes), encode_e8m0(bits).squeeze(-1)
+    scale = _power_scale(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
+    codes = encode_e2m1(groups / scale).flatten(-2)
+    return pack_nibbles(codes), encode_e8m0(scale).squeeze(-1)
 
 
 def unpack_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed E2M1 [..., d/2] and E8M0 scales [..., d/32] -> values dtype [..., d]. ValueError if shapes disagree."""
     packed_bytes, scale_bytes = as_bytes(packed, "packed codes"), as_bytes(scales, "scales")
     _check_scales(2 * packed_bytes.shape[-1], scale_bytes, packed_bytes, MXFP4_GROUP)
-    groups = _split_groups(decode_e2m1(unpack_nibbles(packed_bytes)), MXFP4_GROUP)
+    groups = _split_groups(decode_e2m1_pairs(packed_bytes), MXFP4_GROUP)
     return _from_groups(groups * decode_e8m0(scale_bytes).unsqueeze(-1), dtype)
 
 
@@ -174,5 +167,5 @@ def unpack_main_fp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
     """Packed E2M1 [..., d/2] and E4M3 scales [..., d/16] -> values dtype [..., d]. ValueError if shapes disagree."""
     packed_bytes, scale_bytes = as_bytes(packed, "packed codes"), as_bytes(scales, "scales")
     _check_scales(2 * packed_bytes.shape[-1], scale_bytes, packed_bytes, MAIN_FP4_GROUP)
-    groups = _split_groups(decode_e2m1(unpack_nibbles(packed_bytes)), MAIN_FP4_GROUP)
+    groups = _split_groups(decode_e2m1_pairs(packed_bytes), MAIN_FP4_GROUP)
     return _from_groups(groups * decode_e4m3(scale_bytes).unsqueeze(-1), dtype)

@@ -12,8 +12,8 @@ E2M1_MAX = 6.0
 
 _ONE_BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 _F32_EXPONENT_MASK = 0x7F800000
-_F32_MANTISSA_MASK = 0x007FFFFF
 _F32_MANTISSA_BITS = 23
+_JUST_BELOW_TWO = 2.0 - 2.0**-23
 
 
 def as_bytes(tensor: Tensor, name: str) -> Tensor:
@@ -37,33 +37,29 @@ def encode_e4m3(value: Tensor) -> Tensor:
 
 def decode_e4m3(code: Tensor) -> Tensor:
     """E4M3 codes u8 [...] -> float32 [...], exact; 0x7F and 0xFF are NaN, there are no infinities."""
+    if code.device.type == "cpu":
+        return _look_up(_E4M3_VALUES, code)
     return code.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def power_of_two_ceiling_bits(value: Tensor) -> Tensor:
-    """float32 [...], positive and normal -> int32 bits of the smallest float32 power of two >= value.
+def power_of_two_ceiling(value: Tensor) -> Tensor:
+    """float32 [...] from 2^-126 up -> smallest power of two >= value, float32 [...]; infinity and NaN give infinity.
 
-    Infinity and NaN both give the bits of infinity, whose exponent byte 255 is the NaN of E8M0.
+    Modifies its argument.
     """
-    bits = value.view(torch.int32).clamp_max(_F32_EXPONENT_MASK)
-    # A carry out of a non-zero mantissa is exactly "ceil": no logarithm, so no rounding to worry about.
-    return (bits + _F32_MANTISSA_MASK) & _F32_EXPONENT_MASK
-
-
-def reciprocal_of_power(power_bits: Tensor) -> Tensor:
-    """int32 bits of 2^k [...] -> float32 2^-k, exact; the bits of infinity give 0."""
-    # Biased exponents of 2^k and 2^-k add up to 254.
-    return ((254 << _F32_MANTISSA_BITS) - power_bits).clamp_min(0).view(torch.float32)
+    # Times the float just below 2, any mantissa but 1.0 carries into the exponent; cutting the mantissa then is "ceil".
+    # No logarithm, hence nothing to round, and NaN becomes the exponent 255, which is the NaN of E8M0.
+    return value.mul_(_JUST_BELOW_TWO).view(torch.int32).bitwise_and_(_F32_EXPONENT_MASK).view(torch.float32)
 
 
 def reciprocal_f32(value: float) -> float:
     """1 / value in float32: the release multiplies by such constants, and a division would round differently."""
-    return float(torch.tensor(1.0 / value, dtype=torch.float32))
+    return float(torch.tensor(1.0 / value, dtype=torch.float32, device="cpu"))
 
 
-def encode_e8m0(power_bits: Tensor) -> Tensor:
-    """int32 bits of powers of two (`power_of_two_ceiling_bits`) [...] -> E8M0 bytes u8 [...]: the biased exponent."""
-    return (power_bits >> _F32_MANTISSA_BITS).to(torch.uint8)
+def encode_e8m0(power: Tensor) -> Tensor:
+    """float32 powers of two [...] (infinity allowed) -> E8M0 bytes u8 [...]: the biased exponent, 255 for infinity."""
+    return (power.view(torch.int32) >> _F32_MANTISSA_BITS).to(torch.uint8)
 
 
 def decode_e8m0(byte: Tensor) -> Tensor:
@@ -102,8 +98,8 @@ def encode_e2m1(value: Tensor) -> Tensor:
     return (((steps + 2 * exponent) & 7) | sign).to(torch.uint8)
 
 
-def decode_e2m1(code: Tensor) -> Tensor:
-    """E2M1 codes u8 [...] (0..15) -> float32 [...]: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives (code 8 is -0)."""
+def _e2m1_values(code: Tensor) -> Tensor:
+    """E2M1 codes of any integer type [...] (0..15) -> float32 [...]: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     wide = code.to(torch.int32)
     magnitude = wide & 7
     halves = torch.where(magnitude < 2, magnitude, (2 | (magnitude & 1)) << ((magnitude >> 1) - 1).clamp_min(0))
@@ -118,3 +114,20 @@ def pack_nibbles(code: Tensor) -> Tensor:
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Bytes u8 [..., d/2] -> codes u8 [..., d]; the inverse of `pack_nibbles`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def decode_e2m1_pairs(packed: Tensor) -> Tensor:
+    """Bytes u8 [..., d/2], two E2M1 codes each -> float32 values [..., d], even index from the low nibble."""
+    if packed.device.type == "cpu":
+        return _look_up(_E2M1_PAIRS, packed).view(torch.float32)
+    return _e2m1_values(unpack_nibbles(packed))
+
+
+# On CPU a gather from 256 entries is several times faster than converting float8 or taking E2M1 apart.
+_ALL_BYTES = torch.arange(256, dtype=torch.uint8, device="cpu")
+_E4M3_VALUES = _ALL_BYTES.view(torch.float8_e4m3fn).to(torch.float32)
+_E2M1_PAIRS = _e2m1_values(unpack_nibbles(_ALL_BYTES[:, None])).view(torch.int64).flatten()
+
+
+def _look_up(table: Tensor, byte: Tensor) -> Tensor:
+    return table.index_select(0, byte.reshape(-1).to(torch.int32)).view(byte.shape)

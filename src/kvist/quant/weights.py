@@ -11,15 +11,13 @@ from kvist.quant.cache_formats import MXFP4_GROUP, pack_mxfp4
 from kvist.quant.elements import (
     E4M3_MAX,
     as_bytes,
-    decode_e2m1,
+    decode_e2m1_pairs,
     decode_e4m3,
     decode_e8m0,
     encode_e4m3,
     encode_e8m0,
-    power_of_two_ceiling_bits,
+    power_of_two_ceiling,
     reciprocal_f32,
-    reciprocal_of_power,
-    unpack_nibbles,
 )
 
 WEIGHT_BLOCK = 32
@@ -57,10 +55,10 @@ def quantise_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     )
     blocks = padded.reshape(_blocks(rows), WEIGHT_BLOCK, _blocks(columns), WEIGHT_BLOCK)
     amax = blocks.abs().amax(dim=(1, 3)).clamp_min(_WEIGHT_AMAX_FLOOR)
-    bits = power_of_two_ceiling_bits(amax * reciprocal_f32(E4M3_MAX))
-    scaled = blocks * reciprocal_of_power(bits)[:, None, :, None]
+    factors = power_of_two_ceiling(amax * reciprocal_f32(E4M3_MAX))
+    scaled = blocks / factors[:, None, :, None]
     codes = encode_e4m3(scaled).flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
-    return codes.view(torch.float8_e4m3fn), encode_e8m0(bits).view(torch.float8_e8m0fnu)
+    return codes.view(torch.float8_e4m3fn), encode_e8m0(factors).view(torch.float8_e8m0fnu)
 
 
 def dequantise_fp8_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,4 +96,4 @@ def dequantise_fp4_weight(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     codes, scale_bytes = as_bytes(packed, "packed weight"), as_bytes(scale, "scale")
     _check_scale_shape(scale_bytes, (rows, _blocks(columns)), (rows, columns))
     factors = decode_e8m0(scale_bytes).repeat_interleave(MXFP4_GROUP, dim=1)[:, :columns]
-    return (decode_e2m1(unpack_nibbles(codes)) * factors).to(dtype)
+    return (decode_e2m1_pairs(codes) * factors).to(dtype)
