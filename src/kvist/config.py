@@ -226,13 +226,9 @@ def _derive_plan(config: ModelConfig) -> LayerPlan:
         owns, selects = layer in config.kv_source_layers, layer in config.index_source_layers
         pools = layer in config.candidate_source_layers
         if owns and ratio < 1:
-            raise ConfigError(
-                f"layer {layer} is a kv source but compress_ratios[{layer}] is {ratio}; a source needs >= 1"
-            )
+            raise ConfigError(f"layer {layer} is a kv source but compress_ratios[{layer}] is {ratio}; a source needs >= 1")
         if owns and not selects:
-            raise ConfigError(
-                f"layer {layer} is in kv_source_layers but not in index_source_layers; a Full layer is in both"
-            )
+            raise ConfigError(f"layer {layer} is in kv_source_layers but not in index_source_layers; a Full layer is in both")
         if pools and not selects:
             raise ConfigError(f"candidate_source_layers names layer {layer}, which is not in index_source_layers")
         if ratio == 0:
@@ -300,9 +296,7 @@ def _check_sizes(c: ModelConfig) -> None:
         value = getattr(c, field.name)
         if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{field.name} must be an integer, got {value!r}")
-        if field.type == "float" and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-        ):
+        if field.type == "float" and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
             raise ConfigError(f"{field.name} must be a finite number, got {value!r}")
         if field.type == "tuple[int, ...]" and not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             raise ConfigError(f"{field.name} must hold integers, got {value!r}")
@@ -319,9 +313,7 @@ def _check_sizes(c: ModelConfig) -> None:
         _require(getattr(c, name) % 32 == 0, f"{name} is {getattr(c, name)}; quantiser groups need a multiple of 32")
     _require(c.rope_head_dim % 2 == 0, f"rope_head_dim is {c.rope_head_dim}; rotary pairs need an even number")
     for name in ("head_dim", "index_head_dim"):
-        _require(
-            c.rope_head_dim <= getattr(c, name), f"rope_head_dim {c.rope_head_dim} exceeds {name} {getattr(c, name)}"
-        )
+        _require(c.rope_head_dim <= getattr(c, name), f"rope_head_dim {c.rope_head_dim} exceeds {name} {getattr(c, name)}")
     _require(c.n_heads % c.o_groups == 0, f"n_heads {c.n_heads} is not a multiple of o_groups {c.o_groups}")
     _require(c.n_shared_experts == 1, f"n_shared_experts is {c.n_shared_experts}; the architecture has exactly one")
     _require(
@@ -357,9 +349,7 @@ def _check_sizes(c: ModelConfig) -> None:
             1 <= c.dspark_n_activated_experts <= c.dspark_n_routed_experts,
             "dspark experts: need 1 <= activated <= routed",
         )
-        _require(
-            0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range"
-        )
+        _require(0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range")
 
 
 def _check_layer_ids(name: str, ids: tuple[int, ...], n_layers: int) -> None:
@@ -463,9 +453,7 @@ def _from_nested(data: Mapping[str, Any]) -> ModelConfig:
     fields["candidate_source_layers"] = text.get("candidate_source_layer_ids", [] if single is None else [single])
     quantisation = data.get("quantization_config") or {}
     block = quantisation.get("weight_block_size", [32, 32])
-    _require(
-        list(block) == [32, 32], f"quantization_config.weight_block_size {block} is unsupported; supported: [32, 32]"
-    )
+    _require(list(block) == [32, 32], f"quantization_config.weight_block_size {block} is unsupported; supported: [32, 32]")
     fields["dtype"] = quantisation.get("quant_method", "fp8")
     fields["expert_dtype"] = quantisation.get("expert_dtype", "fp4")
     vision = data.get("vision_config")
@@ -494,9 +482,7 @@ def _vision(fields: dict[str, Any]) -> VisionConfig:
         raise ConfigError(f"vision configuration: {error}") from error
     for field in dataclasses.fields(vision):
         value = getattr(vision, field.name)
-        if field.name != "max_wh_ratio" and (
-            isinstance(value, bool) or not isinstance(value, int | float) or value < 0
-        ):
+        if field.name != "max_wh_ratio" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ConfigError(f"vision {field.name} must be a non-negative number, got {value!r}")
     return vision
 

@@ -106,9 +106,7 @@ class VisionTower(nn.Module):
         super().__init__()
         width, heads = config.hidden_size, config.num_attention_heads
         if heads < 1 or width < 1 or width % (4 * heads):
-            raise ConfigError(
-                f"vision hidden_size {width} over {heads} heads: the head size must be a positive multiple of 4"
-            )
+            raise ConfigError(f"vision hidden_size {width} over {heads} heads: the head size must be a positive multiple of 4")
         self.head_dim = width // heads
         self.rope_theta = config.rope_theta
         self.patch_embed = PatchEmbed(config, dtype)
@@ -169,6 +167,4 @@ def embed_span(
 
 def _check_grid(what: str, x: Tensor, rows: int, cols: int, width: int) -> None:
     if rows < 1 or cols < 1 or x.shape != (rows * cols, width):
-        raise ValueError(
-            f"{what} of shape {list(x.shape)} for a grid of {rows} x {cols}; expected [rows * cols, {width}]"
-        )
+        raise ValueError(f"{what} of shape {list(x.shape)} for a grid of {rows} x {cols}; expected [rows * cols, {width}]")

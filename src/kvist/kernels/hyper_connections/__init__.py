@@ -1,0 +1,54 @@
+"""Single-pass manifold hyper-connections (report 2.4.1): what happens to the four streams around a sublayer.
+
+`enter` turns the streams into the sublayer's normed input and this sublayer's coefficients; `leave` folds the sublayer's
+output back. Implementations: `ref` (torch), `rows16` and `wide` (the projection on fixed row tiles, or summed in float64). Facts section 2.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvist.kernels.hyper_connections.ref import Mix, enter_ref, leave_ref, sinkhorn_coefficients
+
+__all__ = ["Mix", "enter", "leave", "sinkhorn_coefficients"]
+
+
+def enter(
+    x_NSD: Tensor,
+    pre_NS: Tensor,
+    fn_FX: Tensor,
+    base_F: Tensor,
+    scale_3: Tensor,
+    norm_D: Tensor,
+    *,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+    impl: str = "ref",
+) -> tuple[Tensor, Mix]:
+    """Streams [N,S,D] and the previous sublayer's `pre` [N,S] -> normed input [N,D] and this sublayer's `Mix`.
+
+    The input is collapsed with the *previous* sublayer's `pre` (that is the single pass); the coefficients come from the
+    same streams in float32. Raises ValueError for an unknown `impl`.
+    """
+    if impl not in ("ref", "rows16", "wide"):
+        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide")
+    return enter_ref(
+        x_NSD,
+        pre_NS,
+        fn_FX,
+        base_F,
+        scale_3,
+        norm_D,
+        iterations=iterations,
+        hc_eps=hc_eps,
+        norm_eps=norm_eps,
+        product_impl=impl,
+    )
+
+
+def leave(y_ND: Tensor, x_NSD: Tensor, mix: Mix, *, impl: str = "ref") -> Tensor:
+    """Sublayer output [N,D] and its input streams [N,S,D] -> next streams [N,S,D] in the streams' dtype."""
+    if impl not in ("ref", "rows16", "wide"):
+        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide")
+    return leave_ref(y_ND, x_NSD, mix)

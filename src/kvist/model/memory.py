@@ -1,0 +1,207 @@
+"""Shared memory: what one layer publishes and later layers read, the central idea of the architecture.
+
+`SharedMemory` is the protocol between a layer and wherever keys live; `Shared` is the immutable note that travels from
+block to block (whose rows, which selection, which candidates). `DenseMemory` keeps one request a slot in plain tensors.
+Must not know weights or schedules. Design section 5, facts sections 3 to 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvist.config import ModelConfig
+from kvist.kernels.index_select import Selection, select
+from kvist.kernels.sparse_attention import sparse_attention
+from kvist.model.numerics import Numerics
+from kvist.model.rows import Rows, Segment
+from kvist.model.stores import RowStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the blocks so far have published, layer order: the last Full layer, the last selection, the last candidates."""
+
+    kv_source: int | None = None
+    topk_NK: Tensor | None = None
+    candidates_NB: Tensor | None = None
+
+
+class Groups(NamedTuple):
+    """Compression groups that became complete in a call: channels of their R tokens and each group's first position."""
+
+    kv_GRC: Tensor
+    gate_GRC: Tensor | None
+    positions_G: Tensor
+    counts: tuple[int, ...]
+
+
+class SharedMemory(Protocol):
+    """What a layer needs from wherever keys live. Rows of a request stay in order; ids are local to the request."""
+
+    def group(self, source: int, rows: Rows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
+        """Join new tokens with each request's unfinished group; return the complete groups, keep the rest."""
+        ...
+
+    def append(self, source: int, rows: Rows, groups: Groups, main_GC: Tensor, key_GI: Tensor) -> None:
+        """Publish the groups' rotated main rows and index keys, not yet quantised, as the next rows of each request.
+
+        Quantising is the memory's part: packing an already quantised FP4 row again may change it (subnormal scales).
+        """
+        ...
+
+    def select(
+        self, source: int, rows: Rows, q_NJI: Tensor, weight_NJ: Tensor, pool_NB: Tensor | None, publish: bool
+    ) -> Selection:
+        """Score a source's keys and choose each query's rows, inside its candidate pool if one is given."""
+        ...
+
+    def attend(
+        self, layer: int, source: int | None, rows: Rows, q_NHC: Tensor, window_NC: Tensor, topk_NK: Tensor | None, sink_H: Tensor
+    ) -> Tensor:
+        """Attend window and selected rows; `window_NC` are the new tokens' entries, kept for later queries."""
+        ...
+
+
+class Slot:
+    """One request's state: rows and keys a source, unfinished groups, window entries a layer."""
+
+    def __init__(self) -> None:
+        self.main: dict[int, RowStore] = {}
+        self.keys: dict[int, RowStore] = {}
+        self.tails: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.windows: dict[int, Tensor] = {}
+
+    def fork(self) -> Slot:
+        """An independent copy that shares tensors already written."""
+        twin = Slot()
+        twin.main = {source: store.fork() for source, store in self.main.items()}
+        twin.keys = {source: store.fork() for source, store in self.keys.items()}
+        twin.tails, twin.windows = dict(self.tails), dict(self.windows)
+        return twin
+
+
+class DenseMemory:
+    """The reference memory. Differentiable in its inputs when `packed` is False.
+
+    `packed` stores main rows and keys as the released bytes and unpacks on reading: the same bits, tested.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, packed: bool = False) -> None:
+        if packed and not numerics.quantise:
+            raise ValueError("packed memory holds quantised bytes only; use packed=False with quantise=False")
+        self.config, self.numerics, self.packed = config, numerics, packed
+        self.plan = config.plan
+        self.slots: dict[int, Slot] = {}
+
+    def slot(self, index: int) -> Slot:
+        """A request's state, created empty on first use."""
+        return self.slots.setdefault(index, Slot())
+
+    def release(self, index: int) -> None:
+        """Forget a request."""
+        self.slots.pop(index, None)
+
+    def group(self, source: int, rows: Rows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
+        """See `SharedMemory.group`."""
+        parts: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        for segment in rows.segments:
+            kv_tC = kv_NC[segment.rows]
+            gate_tC = None if gate_NC is None else gate_NC[segment.rows]
+            parts.append(self._group_one(self.slot(segment.slot), source, segment, ratio, kv_tC, gate_tC))
+        gates = [gate for _, gate, _ in parts if gate is not None]
+        return Groups(
+            torch.cat([kv for kv, _, _ in parts]),
+            torch.cat(gates) if gates else None,
+            torch.cat([positions for _, _, positions in parts]),
+            tuple(len(positions) for _, _, positions in parts),
+        )
+
+    def _group_one(
+        self, slot: Slot, source: int, segment: Segment, ratio: int, kv_tC: Tensor, gate_tC: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        held = segment.position % ratio
+        if held:
+            tail_kv, tail_gate = slot.tails[source]
+            assert len(tail_kv) == held, f"source {source} holds {len(tail_kv)} unfinished tokens, position says {held}"
+            kv_tC = torch.cat([tail_kv, kv_tC])
+            gate_tC = None if gate_tC is None or tail_gate is None else torch.cat([tail_gate, gate_tC])
+        whole = len(kv_tC) // ratio * ratio
+        slot.tails[source] = (kv_tC[whole:], None if gate_tC is None else gate_tC[whole:])
+        first = segment.position - held
+        positions = torch.arange(first, first + whole, ratio, device=kv_tC.device)
+        gate_GRC = None if gate_tC is None else gate_tC[:whole].unflatten(0, (-1, ratio))
+        return kv_tC[:whole].unflatten(0, (-1, ratio)), gate_GRC, positions
+
+    def append(self, source: int, rows: Rows, groups: Groups, main_GC: Tensor, key_GI: Tensor) -> None:
+        """See `SharedMemory.append`."""
+        for segment, main, key in zip(
+            rows.segments, main_GC.split(list(groups.counts)), key_GI.split(list(groups.counts)), strict=True
+        ):
+            slot = self.slot(segment.slot)
+            if not self.packed:
+                main, key = self.numerics.main(main), self.numerics.index(key)
+            slot.main.setdefault(source, RowStore("main", self.packed, self.numerics.dtype)).append(main)
+            slot.keys.setdefault(source, RowStore("key", self.packed, self.numerics.dtype)).append(key)
+
+    def select(
+        self, source: int, rows: Rows, q_NJI: Tensor, weight_NJ: Tensor, pool_NB: Tensor | None, publish: bool
+    ) -> Selection:
+        """See `SharedMemory.select`."""
+        ratio = self.plan.layers[source].ratio
+        parts = []
+        for segment in rows.segments:
+            at = segment.rows
+            parts.append(
+                select(
+                    q_NJI[at],
+                    weight_NJ[at],
+                    self.slot(segment.slot).keys[source].read(),
+                    (rows.positions_N[at] + 1) // ratio,
+                    k=self.config.index_topk,
+                    block_size=self.config.candidate_block_size,
+                    pool_NB=None if pool_NB is None else pool_NB[at],
+                    publish_blocks=self.config.candidate_topk_blocks if publish else 0,
+                    impl=self.numerics.query_impl,
+                )
+            )
+        blocks = [part.candidates_NB for part in parts if part.candidates_NB is not None]
+        return Selection(torch.cat([part.topk_NK for part in parts]), torch.cat(blocks) if blocks else None)
+
+    def attend(
+        self, layer: int, source: int | None, rows: Rows, q_NHC: Tensor, window_NC: Tensor, topk_NK: Tensor | None, sink_H: Tensor
+    ) -> Tensor:
+        """See `SharedMemory.attend`."""
+        outs = []
+        for segment in rows.segments:
+            slot, at = self.slot(segment.slot), segment.rows
+            old_TC = slot.windows.get(layer)
+            new_TC = window_NC[at] if old_TC is None else torch.cat([old_TC, window_NC[at]])
+            held = len(new_TC) - segment.length
+            stop_N = torch.arange(held + 1, held + 1 + segment.length, device=q_NHC.device)
+            span_N2 = torch.stack([(stop_N - self.plan.window).clamp_min(0), stop_N], 1)
+            outs.append(
+                sparse_attention(
+                    q_NHC[at],
+                    new_TC,
+                    span_N2,
+                    None if source is None else slot.main[source].read(),
+                    None if topk_NK is None else topk_NK[at],
+                    sink_H,
+                    window=self.plan.window,
+                    impl=self.numerics.query_impl,
+                )
+            )
+            slot.windows[layer] = new_TC[-self.plan.window :]
+        return torch.cat(outs)
+
+    def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:
+        """Keep window entries without attending (the draft blocks' view of accepted tokens)."""
+        for segment in rows.segments:
+            slot = self.slot(segment.slot)
+            old_TC = slot.windows.get(layer)
+            new_TC = window_NC[segment.rows] if old_TC is None else torch.cat([old_TC, window_NC[segment.rows]])
+            slot.windows[layer] = new_TC[-self.plan.window :]

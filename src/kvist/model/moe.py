@@ -1,0 +1,96 @@
+"""Mixture of experts: a float32 router with separate text and image biases, routed FP4 experts, one shared FP8 expert.
+
+Must not know attention or streams. Facts section 7.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kvist.config import ModelConfig
+from kvist.kernels.experts import ExpertBank, experts, swiglu
+from kvist.kernels.index_select import top_rows
+from kvist.kernels.linear import linear
+from kvist.model.layers import QuantLinear
+from kvist.model.numerics import Numerics
+
+
+class Router(nn.Module):
+    """sqrt(softplus(W x)) scores; the bias only selects, the weights come from unbiased scores."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int) -> None:
+        super().__init__()
+        self.numerics = numerics
+        self.weight = nn.Parameter(torch.empty(n_experts, config.dim))
+        self.bias = nn.Parameter(torch.zeros(n_experts), requires_grad=False)
+        self.bias_vl = nn.Parameter(torch.zeros(n_experts), requires_grad=False)
+        self.n_active, self.temperature = n_active, config.gate_temp
+        self.normalise, self.scale = config.norm_topk_prob, config.route_scale
+
+    def scores(self, x_ND: Tensor) -> Tensor:
+        """Unbiased scores [N,E], float32."""
+        logits_NE = linear(x_ND.float(), self.weight.float(), impl=self.numerics.product_impl)
+        return F.softplus(logits_NE / self.temperature).sqrt()
+
+    def forward(self, x_ND: Tensor, text_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids [N,K] ascending and their weights [N,K] float32. Equal biased scores: the lower expert wins."""
+        scores_NE = self.scores(x_ND)
+        biased_NE = scores_NE.detach() + torch.where(text_N.unsqueeze(1), self.bias, self.bias_vl)
+        ids_NK = top_rows(biased_NE, torch.ones_like(biased_NE, dtype=torch.bool), self.n_active)
+        weights_NK = scores_NE.gather(1, ids_NK)
+        if self.normalise:
+            weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + 1e-20)
+        return ids_NK, weights_NK * self.scale
+
+
+class Expert(nn.Module):
+    """w1 (gate), w2 (down), w3 (up) of one SwiGLU expert."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+        super().__init__()
+        self.w1 = QuantLinear(config.dim, config.moe_inter_dim, numerics)
+        self.w2 = QuantLinear(config.moe_inter_dim, config.dim, numerics)
+        self.w3 = QuantLinear(config.dim, config.moe_inter_dim, numerics)
+
+
+class ModuleBank:
+    """Experts held as modules, as the reference and training do."""
+
+    def __init__(self, modules: nn.ModuleList, numerics: Numerics) -> None:
+        self.modules, self.numerics = modules, numerics
+
+    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ExpertBank`."""
+        module = self.modules[index]
+        assert isinstance(module, Expert)
+        n = self.numerics
+        w1, w2, w3 = (n.fp4_weight(w.weight).to(n.dtype) for w in (module.w1, module.w2, module.w3))
+        return w1, w2, w3
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared one. `bank` may be replaced by one that reads experts from elsewhere."""
+
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int, *, own_experts: bool = True
+    ) -> None:
+        super().__init__()
+        self.gate = Router(config, numerics, n_experts, n_active)
+        self.experts = nn.ModuleList(Expert(config, numerics) for _ in range(n_experts if own_experts else 0))
+        self.shared_experts = Expert(config, numerics)
+        self.bank: ExpertBank = ModuleBank(self.experts, numerics)
+        self.numerics, self.limit = numerics, config.swiglu_limit
+
+    def forward(self, x_ND: Tensor, text_N: Tensor) -> Tensor:
+        """[N,D] -> [N,D]: routed outputs summed in float32, the shared expert added, rounded once."""
+        n = self.numerics
+        ids_NK, weights_NK = self.gate(x_ND, text_N)
+        quantised_ND = n.activation(x_ND)
+        routed_ND = experts(
+            quantised_ND, ids_NK, weights_NK, self.bank, limit=self.limit, quantise=n.activation, impl=n.product_impl
+        )
+        shared = self.shared_experts
+        hidden_NF = swiglu(shared.w1.product(quantised_ND), shared.w3.product(quantised_ND), self.limit)
+        return (routed_ND + shared.w2(hidden_NF.to(x_ND.dtype)).float()).to(x_ND.dtype)

@@ -1,0 +1,83 @@
+"""How numbers are computed: dtype, which implementation of each operator, and where quantisers stand.
+
+Owns `Numerics`, which every module of the model holds. Must not know layers or caches. Design section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvist.quant import (
+    dequantise_fp4_weight,
+    dequantise_fp8_weight,
+    fake_fp8,
+    fake_main_fp4,
+    fake_mxfp4,
+    quantise_fp4_weight,
+    quantise_fp8_weight,
+    straight_through,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """One choice for a whole model.
+
+    `dtype`: float32 or bfloat16 of activations and stored weights. `deterministic`: a row's bits never depend on what
+    shares its batch or chunk. `quantise`: activations and caches pass the released quantisers (straight-through when
+    gradients flow). `quantise_weights`: weights too, for training towards the released format. `impl`: `ref`, `wide` (sums
+    in float64, for judging) or the name of a faster set of operators.
+    """
+
+    dtype: torch.dtype = torch.float32
+    deterministic: bool = False
+    quantise: bool = True
+    quantise_weights: bool = False
+    impl: str = "ref"
+
+    @property
+    def product_impl(self) -> str:
+        """Implementation of row products (linear layers, experts, hyper-connection projections)."""
+        return "rows16" if self.deterministic else self.impl
+
+    @property
+    def query_impl(self) -> str:
+        """Implementation of query-wise operators (attention, index selection)."""
+        return "rows" if self.deterministic else self.impl
+
+    def activation(self, x: Tensor) -> Tensor:
+        """FP8 fake quantisation of a linear layer's input and of window entries (groups of 32)."""
+        return straight_through(fake_fp8, x) if self.quantise else x
+
+    def index(self, x: Tensor) -> Tensor:
+        """MXFP4 fake quantisation of index queries and keys (groups of 32)."""
+        return straight_through(fake_mxfp4, x) if self.quantise else x
+
+    def main(self, x: Tensor) -> Tensor:
+        """FP4 fake quantisation of main rows (groups of 16, E4M3 scale)."""
+        return straight_through(fake_main_fp4, x) if self.quantise else x
+
+    def fp8_weight(self, w: Tensor) -> Tensor:
+        """A weight as the FP8 32x32 format holds it, when training towards it."""
+        return straight_through(_through_fp8, w) if self.quantise_weights else w
+
+    def fp4_weight(self, w: Tensor) -> Tensor:
+        """A weight as the FP4 1x32 format holds it, when training towards it."""
+        return straight_through(_through_fp4, w) if self.quantise_weights else w
+
+
+def _through_fp8(w: Tensor) -> Tensor:
+    codes, scales = quantise_fp8_weight(w)
+    return dequantise_fp8_weight(codes, scales, w.dtype)
+
+
+def _through_fp4(w: Tensor) -> Tensor:
+    packed, scales = quantise_fp4_weight(w)
+    return dequantise_fp4_weight(packed, scales, w.dtype)
+
+
+Quantiser = Callable[[Tensor], Tensor]

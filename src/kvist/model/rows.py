@@ -1,0 +1,73 @@
+"""What a forward pass needs to know about its tokens: `Rows`, a frozen ragged batch, complete before the model runs.
+
+Must not know pages, schedulers or weights. Design section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvist.model.layers import rotary_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive rows of one request: `slot` names its memory, `start` its first row, `position` that row's position."""
+
+    slot: int
+    start: int
+    length: int
+    position: int
+
+    @property
+    def rows(self) -> slice:
+        """Where the request's tokens stand among the batch's rows."""
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A ragged batch of N tokens.
+
+    `token_ids_N`, `positions_N` int64; `text_N` bool, False inside an image span; `engram_LNX` int64 table rows per Engram
+    layer (columns: 2-gram heads, 3-gram heads, ...); `features_FD` replaces the embedding at rows `feature_rows_F`.
+    """
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    text_N: Tensor
+    segments: tuple[Segment, ...]
+    engram_LNX: Tensor | None = None
+    features_FD: Tensor | None = None
+    feature_rows_F: Tensor | None = None
+    _rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    def rotary(self, freq_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary table of these positions for one frequency vector, computed once a forward pass."""
+        key = id(freq_P)
+        if key not in self._rotary:
+            self._rotary[key] = rotary_table(self.positions_N, freq_P)
+        return self._rotary[key]
+
+    def pick(self, rows_n: Tensor, segments: tuple[Segment, ...]) -> Rows:
+        """A batch of some of these rows; `segments` describe them anew. Features and n-grams are not carried on."""
+        return Rows(
+            token_ids_N=self.token_ids_N[rows_n],
+            positions_N=self.positions_N[rows_n],
+            text_N=self.text_N[rows_n],
+            segments=segments,
+        )
+
+
+def consecutive_rows(starts: list[tuple[int, int, Tensor]]) -> tuple[Tensor, Tensor, tuple[Segment, ...]]:
+    """(slot, first position, token ids) per request -> (token ids, positions, segments) of one ragged batch."""
+    segments, at = [], 0
+    for slot, position, ids in starts:
+        segments.append(Segment(slot=slot, start=at, length=len(ids), position=position))
+        at += len(ids)
+    ids_N = torch.cat([ids for _, _, ids in starts])
+    positions_N = torch.cat([torch.arange(s.position, s.position + s.length, device=ids_N.device) for s in segments])
+    return ids_N, positions_N, tuple(segments)
