@@ -34,6 +34,7 @@ from kvist.quant.weights import (
     dequantise_fp4_weight,
     dequantise_fp8_weight,
     quantise_fp4_weight,
+    quantise_fp8_rows,
     quantise_fp8_weight,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "pack_mxfp4",
     "pack_nibbles",
     "quantise_fp4_weight",
+    "quantise_fp8_rows",
     "quantise_fp8_weight",
     "round_e2m1",
     "straight_through",

@@ -75,6 +75,22 @@ def dequantise_fp8_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     return (decode_e4m3(codes) * factors).to(dtype)
 
 
+def quantise_fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float [r, d], d a multiple of 32 -> float8_e4m3fn [r, d] and float8_e8m0fnu [r, d/32]: the rows of an Engram table.
+
+    The scale rule of `quantise_fp8_weight` for each row and 32 channels; `unpack_fp8` is the inverse. Unlike the activation
+    quantiser it has no floor at 1e-4, so that every stored row survives being read and written again.
+    """
+    _check_matrix(rows, "table")
+    if rows.shape[1] % WEIGHT_BLOCK:
+        raise ValueError(f"table rows have {rows.shape[1]} channels; scales need a multiple of {WEIGHT_BLOCK}")
+    groups = rows.detach().to(torch.float32).unflatten(1, (-1, WEIGHT_BLOCK))
+    amax = groups.abs().amax(dim=2).clamp_min(_WEIGHT_AMAX_FLOOR)
+    factors = power_of_two_ceiling(amax * reciprocal_f32(E4M3_MAX))
+    codes = encode_e4m3(groups / factors.unsqueeze(2)).flatten(1)
+    return codes.view(torch.float8_e4m3fn), encode_e8m0(factors).view(torch.float8_e8m0fnu)
+
+
 def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """float [o, i], i even -> int8 [o, i/2] (two E2M1 codes, even index low) and float8_e8m0fnu [o, ceil(i/32)].
 
