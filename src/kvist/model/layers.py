@@ -68,7 +68,8 @@ class QuantLinear(nn.Module):
 def inverse_frequencies(config: ModelConfig, spec: LayerSpec) -> Tensor:
     """Rotary frequencies of one layer, float32 [rope_head_dim / 2]; YaRN for every layer with a ratio (facts section 3)."""
     width = config.rope_head_dim
-    freq = 1.0 / (spec.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    # The device is named because modules may be created on the meta device, where values do not exist.
+    freq = 1.0 / (spec.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width))
     if not spec.yarn:
         return freq
 
@@ -79,7 +80,7 @@ def inverse_frequencies(config: ModelConfig, spec: LayerSpec) -> Tensor:
     low = max(math.floor(correction(config.beta_fast)), 0)
     high = min(math.ceil(correction(config.beta_slow)), width - 1)
     span = high - low if high != low else 0.001
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
     return freq / config.rope_factor * ramp + freq * (1 - ramp)
 
 
