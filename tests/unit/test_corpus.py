@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import kvist
+from kvist.presets import nano
 from kvist.train.corpus import parts
 from kvist.train.corpus.bpe import SPECIAL_TOKENS, train_on
 from kvist.train.corpus.build import Document, SourceReport, deduplicate, read_source, text_path
@@ -258,8 +259,8 @@ def test_shipped_tokenizer():
     path = NANO / "tokenizer.json"
     assert path.stat().st_size <= 600_000
     tokenizer = Tokenizer.from_file(str(path))
-    assert tokenizer.get_vocab_size(with_added_tokens=True) == 8192
-    assert sorted(tokenizer.get_vocab().values()) == list(range(8192))
+    assert tokenizer.get_vocab_size(with_added_tokens=True) == nano().vocab_size
+    assert sorted(tokenizer.get_vocab().values()) == list(range(nano().vocab_size))
     table = json.loads((NANO / "special_tokens.json").read_text())
     for role, text in SPECIAL_TOKENS.items():
         assert tokenizer.encode(text, add_special_tokens=False).ids == [table["ids"][role]]

@@ -1,4 +1,4 @@
-"""Trains `nano`'s byte-level BPE: 8,192 ids in all, the prompt format's special tokens first (facts section 12).
+"""Trains `nano`'s byte-level BPE: as many ids as its preset says, the prompt format's special tokens first (facts section 12).
 
 Owns the vocabulary's recipe; it sees text only through the built corpus and knows nothing of the model.
 """
@@ -16,10 +16,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
+from kvist.presets import nano
 from kvist.train.corpus.build import read_documents
 from kvist.train.corpus.sources import TIERS
 
-VOCABULARY_SIZE = 8192
+VOCABULARY_SIZE = nano().vocab_size
 
 SPECIAL_TOKENS: dict[str, str] = {
     "bos": "<｜begin▁of▁sentence｜>",

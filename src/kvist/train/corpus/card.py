@@ -44,7 +44,7 @@ than 2% of its sampled runs of eight words also occur in a held-out work (column
 
 ## Tokenizer
 
-Byte-level BPE of 8,192 ids: 18 special tokens (`special_tokens.json`), 256 bytes, then merges of at most 24 characters,
+Byte-level BPE of 7,168 ids: 18 special tokens (`special_tokens.json`), 256 bytes, then merges of at most 24 characters,
 trained on a sample of 24 MB prose, 18 MB docs and 18 MB code. Digits are single tokens; runs of blanks and the newline
 after a sign may form one token, which suits code.
 """

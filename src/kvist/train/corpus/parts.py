@@ -17,8 +17,8 @@ import numpy as np
 
 PART_SHARES: dict[str, tuple[float, ...]] = {
     "prose.train": (1.0, 0.0, 0.0),
-    "docs.train": (0.42, 0.58, 0.0),
-    "code.train": (0.14, 0.45, 0.41),
+    "docs.train": (0.5, 0.5, 0.0),
+    "code.train": (0.2, 0.62, 0.18),
     "prose.heldout": (1.0, 0.0, 0.0),
     "docs.heldout": (1.0, 0.0, 0.0),
     "code.heldout": (1.0, 0.0, 0.0),
