@@ -32,8 +32,6 @@ _DAMAGED = (
     IndexError,
     EOFError,
     OverflowError,
-    AttributeError,
-    AssertionError,
     NotImplementedError,
     RuntimeError,
     struct.error,
