@@ -1,0 +1,40 @@
+"""Checkpoints in the released format: find, load, save, convert, inspect, verify.
+
+Other packages import from here. The only place that knows foreign tensor names and containers.
+"""
+
+from kvist.checkpoint.contents import Finding, compare
+from kvist.checkpoint.convert import convert
+from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
+from kvist.checkpoint.inspect import Inspection, inspect
+from kvist.checkpoint.load import ModelState, build_model, load_model, open_files, read_state, token_classes
+from kvist.checkpoint.locate import ModelNotFound, locate
+from kvist.checkpoint.save import save_checkpoint
+from kvist.checkpoint.tables import EngramTable, open_tables
+from kvist.checkpoint.tensors import TensorFiles
+from kvist.checkpoint.verify import VerifyReport, verify
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointMismatch",
+    "EngramTable",
+    "Finding",
+    "Inspection",
+    "ModelNotFound",
+    "ModelState",
+    "TensorFiles",
+    "VerifyReport",
+    "build_model",
+    "compare",
+    "convert",
+    "inspect",
+    "load_model",
+    "locate",
+    "open_checkpoint",
+    "open_files",
+    "open_tables",
+    "read_state",
+    "save_checkpoint",
+    "token_classes",
+    "verify",
+]

@@ -1,0 +1,128 @@
+"""A checkpoint folder becomes a configuration, dequantised tensors and Engram tables, or a whole model.
+
+Owns the order of checks (config, container, inventory, then values) and the promise that no tensor is held twice.
+Must not know requests or devices' kernels. Source: facts section 13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvist.checkpoint.contents import require_match
+from kvist.checkpoint.formats import CheckpointMismatch, open_checkpoint
+from kvist.checkpoint.locate import locate
+from kvist.checkpoint.tables import EngramTable, TableAccess, open_tables
+from kvist.checkpoint.tensors import Access, TensorFiles
+from kvist.config import ModelConfig, load_config
+from kvist.inventory import Storage, parameters
+from kvist.model.numerics import Numerics
+from kvist.model.transformer import Transformer
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """Values of a checkpoint: dequantised parameters under their released names, and Engram tables by layer index."""
+
+    tensors: dict[str, Tensor]
+    tables: dict[int, EngramTable]
+
+
+def open_files(model: str | Path, access: Access = "mmap") -> tuple[Path, ModelConfig, TensorFiles]:
+    """Locate a model and validate its configuration, container and inventory; reads headers only.
+
+    Raises `ConfigError`, `CheckpointMismatch` or `ModelNotFound`.
+    """
+    folder = locate(model)
+    config = load_config(folder)
+    checkpoint = open_checkpoint(folder)
+    require_match(checkpoint, config)
+    return folder, config, TensorFiles(checkpoint, access)
+
+
+def read_state(files: TensorFiles, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(released name, values) of every parameter but the Engram tables, one at a time.
+
+    FP8 and FP4 weights are dequantised to `dtype` (exact in bfloat16), BF16 tensors converted to it, F32 ones kept.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; weights load as torch.float32 or torch.bfloat16")
+    for parameter in parameters(config):
+        if parameter.storage is not Storage.TABLE:
+            yield parameter.name, files.dequantised(parameter, dtype)
+
+
+def load_model(
+    model: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | str = "cpu",
+    engram: TableAccess = "mmap",
+    access: Access = "mmap",
+) -> tuple[ModelConfig, ModelState]:
+    """Everything a checkpoint holds, on `device`. `model` is a folder, a shipped name or a hub id."""
+    _, config, files = open_files(model, access)
+    tensors = {name: value.to(device) for name, value in read_state(files, config, dtype)}
+    return config, ModelState(
+        tensors=tensors, tables=open_tables(files, config, dtype, access=engram, device=device)
+    )
+
+
+def build_model(
+    model: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    numerics: Numerics | None = None,
+    device: torch.device | str = "cpu",
+    engram: TableAccess = "mmap",
+    access: Access = "mmap",
+    classes: Tensor | None = None,
+) -> Transformer:
+    """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
+
+    The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
+    dtype too; `classes` replaces the token classes that the folder's tokenizer gives. Raises `ConfigError`, `CheckpointMismatch` or `ModelNotFound`.
+    """
+    numerics = numerics or Numerics(dtype=dtype)
+    folder, config, files = open_files(model, access)
+    with torch.device("meta"):
+        transformer = Transformer(config, numerics)
+    # A module may keep a parameter wider than the file has it (router, head): widening BF16 is exact.
+    kept = {name: value.dtype for name, value in transformer.state_dict().items()}
+    state = {
+        name: value.to(device=device, dtype=kept.get(name, value.dtype))
+        for name, value in read_state(files, config, numerics.dtype)
+    }
+    transformer.load_state_dict(state, strict=True, assign=True)
+    if config.engram_layer_ids:
+        tables = open_tables(files, config, numerics.dtype, access=engram, device=device)
+        classes = token_classes(folder, config) if classes is None else classes
+        transformer.attach_engram(classes.to(device), tables)
+    return transformer.eval()
+
+
+def token_classes(folder: Path, config: ModelConfig) -> Tensor:
+    """Engram's class of every token id, int64 [ids], from the folder's tokenizer.
+
+    Raises `CheckpointMismatch` if the tokenizer gives another number of classes than the configuration says: the tables
+    would then be read at other rows than they were trained with.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointMismatch(f"missing {file}: Engram's token classes are computed from the tokenizer")
+    from kvist.text import token_map
+
+    classes = torch.as_tensor(token_map(file), dtype=torch.int64)
+    found = int(classes.max()) + 1 if len(classes) else 0
+    if found != config.engram_compressed_vocab_size:
+        raise CheckpointMismatch(
+            f"{file} gives {found} token classes, config.json says engram_compressed_vocab_size "
+            f"{config.engram_compressed_vocab_size}; they belong to different models"
+        )
+    return classes
