@@ -173,6 +173,12 @@ def test_qnt_04_subnormal_scales_decode_as_subnormals():
     assert bit_equal(values, torch.tensor([2.0**-9, 7 * 2.0**-9, 2.0**-6, 448.0, math.nan]))
 
 
+def test_main_entry_scale_is_a_true_division_by_6():
+    """Just below six times a midpoint of E4M3, a product with float32(1/6) rounds up to it; a division does not."""
+    amax = torch.nextafter(torch.tensor(6 * 9.5 * 2.0**-9), torch.tensor(0.0))
+    assert q.pack_main_fp4(group_of(amax.item(), 16))[1].tolist() == [9]
+
+
 @pytest.mark.parametrize(
     ("amax", "byte"),
     [(0.0, 105), (1e-4, 105), (448.0, 127), (448.001, 128), (224.0, 126), (896.0, 128), (1e30, 127 + 91)],
