@@ -60,7 +60,8 @@ def _from_groups(values: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [..., groups, group] -> dtype [..., d]."""
     if dtype not in _VALUE_DTYPES:
         raise ValueError(f"cannot dequantise to {dtype}; ask for float32 or bfloat16")
-    return values.flatten(-2).to(dtype)
+    flat = values.flatten(-2)
+    return flat if dtype == torch.float32 else flat.to(dtype)
 
 
 def _check_scales(size: int, scales: Tensor, codes: Tensor, group: int) -> None:
@@ -76,7 +77,7 @@ def _group_amax(groups: Tensor) -> Tensor:
     return groups.abs().amax(dim=-1, keepdim=True)
 
 
-def _power_scale(groups: Tensor, floor: float, reciprocal: float) -> Tensor:
+def _power_scale(groups: Tensor, floor: float, reciprocal: Tensor) -> Tensor:
     """float32 [..., groups, 1] = 2^ceil(log2(max(amax, floor) * reciprocal)); infinity if the group is not finite."""
     return power_of_two_ceiling(_group_amax(groups).clamp_min_(floor).mul_(reciprocal))
 
@@ -90,7 +91,7 @@ def fake_fp8(x: Tensor) -> Tensor:
     scale = _power_scale(groups, FP8_AMAX_FLOOR, _FP8_RECIPROCAL)
     # No clamp: the scale is at least amax / 448 up to rounding, so quotients stay below 464, where a cast may overflow.
     elements = decode_e4m3((groups / scale).to(torch.float8_e4m3fn).view(torch.uint8))
-    return _from_groups(elements * scale, x.dtype)
+    return _from_groups(elements.mul_(scale), x.dtype)
 
 
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +120,7 @@ def fake_mxfp4(x: Tensor) -> Tensor:
     """
     groups = _to_groups(x, MXFP4_GROUP)
     scale = _power_scale(groups, MXFP4_AMAX_FLOOR, _MXFP4_RECIPROCAL)
-    return _from_groups(round_e2m1(groups / scale) * scale, x.dtype)
+    return _from_groups(round_e2m1(groups / scale).mul_(scale), x.dtype)
 
 
 def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ def fake_main_fp4(x: Tensor) -> Tensor:
     """
     groups = _to_groups(x, MAIN_FP4_GROUP)
     scale = _main_fp4_scale(groups).to(torch.float32)
-    return _from_groups(round_e2m1(groups / scale) * scale, x.dtype)
+    return _from_groups(round_e2m1(groups / scale).mul_(scale), x.dtype)
 
 
 def pack_main_fp4(x: Tensor) -> tuple[Tensor, Tensor]:

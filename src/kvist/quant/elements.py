@@ -13,7 +13,13 @@ E2M1_MAX = 6.0
 _ONE_BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 _F32_EXPONENT_MASK = 0x7F800000
 _F32_MANTISSA_BITS = 23
-_JUST_BELOW_TWO = 2.0 - 2.0**-23
+
+# Constants of the hot path are zero-dimensional tensors: eager torch spends about a microsecond on wrapping a number.
+_JUST_BELOW_TWO = torch.tensor(2.0 - 2.0**-23, dtype=torch.float32, device="cpu")
+_TWO_TO_22 = torch.tensor(2.0**22, dtype=torch.float32, device="cpu")
+_EXPONENT_MASK = torch.tensor(_F32_EXPONENT_MASK, dtype=torch.int32, device="cpu")
+# Below this many elements the cast from float8 costs less than the extra calls of a table look-up.
+_LOOK_UP_FROM = 2048
 
 
 def as_bytes(tensor: Tensor, name: str) -> Tensor:
@@ -37,7 +43,7 @@ def encode_e4m3(value: Tensor) -> Tensor:
 
 def decode_e4m3(code: Tensor) -> Tensor:
     """E4M3 codes u8 [...] -> float32 [...], exact; 0x7F and 0xFF are NaN, there are no infinities."""
-    if code.device.type == "cpu":
+    if code.device.type == "cpu" and code.numel() >= _LOOK_UP_FROM:
         return _look_up(_E4M3_VALUES, code)
     return code.view(torch.float8_e4m3fn).to(torch.float32)
 
@@ -49,12 +55,12 @@ def power_of_two_ceiling(value: Tensor) -> Tensor:
     """
     # Times the float just below 2, any mantissa but 1.0 carries into the exponent; cutting the mantissa then is "ceil".
     # No logarithm, hence nothing to round, and NaN becomes the exponent 255, which is the NaN of E8M0.
-    return value.mul_(_JUST_BELOW_TWO).view(torch.int32).bitwise_and_(_F32_EXPONENT_MASK).view(torch.float32)
+    return value.mul_(_JUST_BELOW_TWO).view(torch.int32).bitwise_and_(_EXPONENT_MASK).view(torch.float32)
 
 
-def reciprocal_f32(value: float) -> float:
-    """1 / value in float32: the release multiplies by such constants, and a division would round differently."""
-    return float(torch.tensor(1.0 / value, dtype=torch.float32, device="cpu"))
+def reciprocal_f32(value: float) -> Tensor:
+    """1 / value as a float32 scalar tensor: the release multiplies by such constants; dividing would round otherwise."""
+    return torch.tensor(1.0 / value, dtype=torch.float32, device="cpu")
 
 
 def encode_e8m0(power: Tensor) -> Tensor:
@@ -72,8 +78,7 @@ def decode_e8m0(byte: Tensor) -> Tensor:
 
 def _e2m1_magic(magnitude: Tensor) -> Tensor:
     """The float32 power of two whose unit in the last place is the E2M1 step at `magnitude` (0.5, 1 or 2)."""
-    exponent_bits = magnitude.clamp_min(1.0).view(torch.int32) & _F32_EXPONENT_MASK
-    return (exponent_bits + (22 << _F32_MANTISSA_BITS)).view(torch.float32)
+    return magnitude.clamp_min(1.0).view(torch.int32).bitwise_and_(_EXPONENT_MASK).view(torch.float32).mul_(_TWO_TO_22)
 
 
 def round_e2m1(value: Tensor) -> Tensor:
@@ -82,17 +87,17 @@ def round_e2m1(value: Tensor) -> Tensor:
     Adding and subtracting a large power of two lets the float32 adder do the rounding: all bits below the step count
     (no sticky bit can be lost) and a tie goes to the even multiple of the step, which is the even code.
     """
-    magnitude = value.abs().clamp_max(E2M1_MAX)
+    magnitude = value.abs().clamp_max_(E2M1_MAX)
     magic = _e2m1_magic(magnitude)
-    return torch.copysign((magnitude + magic) - magic, value)
+    return torch.copysign((magnitude + magic).sub_(magic), value)
 
 
 def encode_e2m1(value: Tensor) -> Tensor:
     """float32 [...] -> E2M1 codes u8 [...] (0..15, bit 3 is the sign), rounded as `round_e2m1`. NaN gives any code."""
-    magnitude = value.abs().clamp_max(E2M1_MAX)
+    magnitude = value.abs().clamp_max_(E2M1_MAX)
     magic = _e2m1_magic(magnitude)
     steps = (magnitude + magic).view(torch.int32) & 7
-    # Codes advance by one a step; each doubling of the step (exponent) makes two codes reachable with fewer steps.
+    # In [2^e, 2^(e+1)) the value is steps * 2^(e-1) with steps 2 or 3 (0 to 3 if e = 0), and its code is steps + 2e.
     exponent = (magic.view(torch.int32) >> _F32_MANTISSA_BITS) - (127 + 22)
     sign = (value.view(torch.int32) >> 28) & 8
     return (((steps + 2 * exponent) & 7) | sign).to(torch.uint8)

@@ -36,9 +36,7 @@ class RowFormat:
     def code_bytes(self, dim: int) -> int:
         """Bytes of the codes of a row of `dim` values. ValueError if dim is not a positive multiple of the group."""
         if dim <= 0 or dim % self.group:
-            raise ValueError(
-                f"{self.name}: row dimension {dim} is not a positive multiple of the group size {self.group}"
-            )
+            raise ValueError(f"{self.name}: row dimension {dim} is not a positive multiple of the group size {self.group}")
         return dim // self.codes_per_byte
 
     def scale_bytes(self, dim: int) -> int:
@@ -67,8 +65,6 @@ class RowFormat:
         return self.unpack(rows[..., : row_bytes - groups], rows[..., row_bytes - groups :], dtype)
 
 
-MAIN_ENTRY = RowFormat(
-    name="main entry", group=MAIN_FP4_GROUP, codes_per_byte=2, pack=pack_main_fp4, unpack=unpack_main_fp4
-)
+MAIN_ENTRY = RowFormat(name="main entry", group=MAIN_FP4_GROUP, codes_per_byte=2, pack=pack_main_fp4, unpack=unpack_main_fp4)
 INDEX_KEY = RowFormat(name="index key", group=MXFP4_GROUP, codes_per_byte=2, pack=pack_mxfp4, unpack=unpack_mxfp4)
 WINDOW_ENTRY = RowFormat(name="window entry", group=FP8_GROUP, codes_per_byte=1, pack=pack_fp8, unpack=unpack_fp8)

@@ -50,9 +50,7 @@ def quantise_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_matrix(weight, "weight")
     rows, columns = weight.shape
-    padded = torch.nn.functional.pad(
-        weight.detach().to(torch.float32), (0, -columns % WEIGHT_BLOCK, 0, -rows % WEIGHT_BLOCK)
-    )
+    padded = torch.nn.functional.pad(weight.detach().to(torch.float32), (0, -columns % WEIGHT_BLOCK, 0, -rows % WEIGHT_BLOCK))
     blocks = padded.reshape(_blocks(rows), WEIGHT_BLOCK, _blocks(columns), WEIGHT_BLOCK)
     amax = blocks.abs().amax(dim=(1, 3)).clamp_min(_WEIGHT_AMAX_FLOOR)
     factors = power_of_two_ceiling(amax * reciprocal_f32(E4M3_MAX))
