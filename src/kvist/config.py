@@ -322,9 +322,7 @@ def _check_sizes(c: ModelConfig) -> None:
     )
     _require(c.score_func == "sqrtsoftplus", f"score_func {c.score_func!r} is unknown; known: 'sqrtsoftplus'")
     _require(c.dtype in ("fp8", "bf16"), f"dtype {c.dtype!r} is unknown; known: 'fp8', 'bf16'")
-    _require(
-        c.expert_dtype in ("fp4", "fp8", "bf16"), f"expert_dtype {c.expert_dtype!r} is unknown; known: 'fp4', 'fp8', 'bf16'"
-    )
+    _require(c.expert_dtype in ("fp4", "fp8", "bf16"), f"expert_dtype {c.expert_dtype!r} is unknown; known: 'fp4', 'fp8', 'bf16'")
     _require(
         len(c.compress_ratios) in (c.n_layers, c.n_layers + c.n_mtp_layers),
         f"compress_ratios has {len(c.compress_ratios)} entries for {c.n_layers} layers and {c.n_mtp_layers} draft blocks",

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # Files of the package's root that belong to a unit of another name.
-UNIT_OF_FILE = {"presets": "config"}
+UNIT_OF_FILE = {"presets": "config", "inventory": "config", "page_layout": "config"}
 WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "cli", "__init__", "__main__"}
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}

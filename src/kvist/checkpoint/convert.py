@@ -81,7 +81,7 @@ def fp4_as_fp8(packed: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tenso
     padded = torch.nn.functional.pad(exponents, (0, 0, 0, -rows % BLOCK))
     block = (padded.unflatten(0, (-1, BLOCK)).amax(dim=1) - 6).clamp_min(0)
     shift = exponents - block.repeat_interleave(BLOCK, dim=0)[:rows]
-    factor = torch.ldexp(torch.ones(()), shift).repeat_interleave(BLOCK, dim=1)[:, :columns]
+    factor = torch.ldexp(torch.ones_like(shift, dtype=torch.float32), shift).repeat_interleave(BLOCK, dim=1)[:, :columns]
     exact = decode_e2m1_pairs(packed.view(torch.uint8)) * factor
     codes = encode_e4m3(exact).view(torch.float8_e4m3fn)
     if not torch.equal(codes.to(torch.float32), exact):

@@ -224,9 +224,7 @@ def _compare_index(weight_map: Mapping[str, str], entries: Mapping[str, Entry], 
             place = f"it is in {found.file.name}" if found else "no shard holds it"
             lines.append(f"{index.name} names tensor {name!r} in {index.parent / shard}, but {place}")
     lines += [
-        f"tensor {name!r} in {entry.file} is not in {index.name}"
-        for name, entry in entries.items()
-        if name not in weight_map
+        f"tensor {name!r} in {entry.file} is not in {index.name}" for name, entry in entries.items() if name not in weight_map
     ]
     return lines
 

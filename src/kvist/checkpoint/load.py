@@ -69,9 +69,7 @@ def load_model(
     """Everything a checkpoint holds, on `device`. `model` is a folder, a shipped name or a hub id."""
     _, config, files = open_files(model, access)
     tensors = {name: value.to(device) for name, value in read_state(files, config, dtype)}
-    return config, ModelState(
-        tensors=tensors, tables=open_tables(files, config, dtype, access=engram, device=device)
-    )
+    return config, ModelState(tensors=tensors, tables=open_tables(files, config, dtype, access=engram, device=device))
 
 
 def build_model(
@@ -87,7 +85,8 @@ def build_model(
     """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
 
     The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
-    dtype too; `classes` replaces the token classes that the folder's tokenizer gives. Raises `ConfigError`, `CheckpointMismatch` or `ModelNotFound`.
+    dtype too; `classes` replaces the token classes that the folder's tokenizer gives.
+    Raises `ConfigError`, `CheckpointMismatch` or `ModelNotFound`.
     """
     numerics = numerics or Numerics(dtype=dtype)
     folder, config, files = open_files(model, access)

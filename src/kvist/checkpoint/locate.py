@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import kvist
-
 HUB_FILES = ["config.json", "tokenizer.json", "*.safetensors", "model.safetensors.index.json"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHIPPED_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -21,7 +19,7 @@ class ModelNotFound(ValueError):
 
 def shipped_folders() -> list[Path]:
     """Folders searched for shipped models: the installed package's, the repository's, the working directory's."""
-    package = Path(kvist.__file__).parent
+    package = Path(__file__).parents[1]
     places = [package / "models", package.parents[1] / "models", Path.cwd() / "models"]
     return list(dict.fromkeys(places))
 
