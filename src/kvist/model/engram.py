@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
+from kvist.kernels.elementwise import sigmoid
 from kvist.model.layers import QuantLinear
 from kvist.model.numerics import Numerics
 
@@ -116,7 +117,7 @@ def engram_gate(x_NSD: Tensor, key_NSD: Tensor, weight_SD: Tensor, text_N: Tenso
     x, key = x_NSD.float(), key_NSD.float()
     dot_NS = (x * weight_SD * key).sum(2)
     dot_NS = dot_NS * torch.rsqrt(x.square().mean(2) + eps) * torch.rsqrt(key.square().mean(2) + eps) * x.shape[2] ** -0.5
-    gate_NS = torch.sigmoid(torch.copysign(dot_NS.abs().clamp_min(1e-6).sqrt(), dot_NS))
+    gate_NS = sigmoid(torch.copysign(dot_NS.abs().clamp_min(1e-6).sqrt(), dot_NS))
     return gate_NS * text_N.unsqueeze(1)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kvist.config import ModelConfig
+from kvist.kernels.elementwise import softplus
 from kvist.kernels.experts import ExpertBank, experts, swiglu
 from kvist.kernels.index_select import top_rows
 from kvist.kernels.linear import linear
@@ -32,7 +32,7 @@ class Router(nn.Module):
     def scores(self, x_ND: Tensor) -> Tensor:
         """Unbiased scores [N,E], float32."""
         logits_NE = linear(x_ND.float(), self.weight.float(), impl=self.numerics.product_impl)
-        return F.softplus(logits_NE / self.temperature).sqrt()
+        return softplus(logits_NE / self.temperature).sqrt()
 
     def forward(self, x_ND: Tensor, text_N: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids [N,K] ascending and their weights [N,K] float32. Equal biased scores: the lower expert wins."""

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from kvist.kernels.elementwise import silu
 
 
 class ExpertBank(Protocol):
@@ -24,7 +25,7 @@ class ExpertBank(Protocol):
 def swiglu(gate_NF: Tensor, up_NF: Tensor, limit: float) -> Tensor:
     """silu(min(g, limit)) * clamp(u, -limit, limit) in float32."""
     gate_NF = gate_NF.float().clamp(max=limit)
-    return F.silu(gate_NF) * up_NF.float().clamp(-limit, limit)
+    return silu(gate_NF) * up_NF.float().clamp(-limit, limit)
 
 
 def experts_ref(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvist.kernels.elementwise import sigmoid
 from kvist.kernels.linear import linear
 
 
@@ -24,8 +25,8 @@ class Mix(NamedTuple):
 def sinkhorn_coefficients(mixes_NF: Tensor, scale_3: Tensor, base_F: Tensor, *, streams: int, iterations: int, eps: float) -> Mix:
     """Logits [N,F] -> coefficients. The first of `iterations` is the softmax over destinations plus a column division."""
     s = streams
-    pre_NS = torch.sigmoid(mixes_NF[:, :s] * scale_3[0] + base_F[:s]) + eps
-    post_NS = 2 * torch.sigmoid(mixes_NF[:, s : 2 * s] * scale_3[1] + base_F[s : 2 * s])
+    pre_NS = sigmoid(mixes_NF[:, :s] * scale_3[0] + base_F[:s]) + eps
+    post_NS = 2 * sigmoid(mixes_NF[:, s : 2 * s] * scale_3[1] + base_F[s : 2 * s])
     logits_NSS = (mixes_NF[:, 2 * s :] * scale_3[2] + base_F[2 * s :]).unflatten(1, (s, s))
     comb_NSS = torch.softmax(logits_NSS, dim=2) + eps
     comb_NSS = comb_NSS / (comb_NSS.sum(1, keepdim=True) + eps)

@@ -1,0 +1,250 @@
+"""Requests against the dense memory: chunked prefill that stops after the encoder, decode, scoring. Tokens in, logits out.
+
+Owns `Sequence` (one request's tokens and unfinished work) and `Session` (a model with its memory). The causal
+encoder-decoder split (report 2.2): a prompt runs the encoder half and the decoder source's rows; the decoder half runs
+only on the last positions, `bounded` (the window, as published) or `exact`. Must not know text, sampling or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvist.engine.errors import EmptyPrompt, RequestTooLong
+from kvist.model.dspark import Draft
+from kvist.model.memory import DenseMemory, Shared
+from kvist.model.rows import Rows, consecutive_rows
+from kvist.model.transformer import Flow, Transformer
+
+REPLAY_MODES = ("bounded", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpan:
+    """An image in a prompt: the position of its first token and the embeddings of its whole span [tokens, D]."""
+
+    start: int
+    embeddings_SD: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a prefill is: prompt tokens through the encoder, prompt tokens in all, layers run on them so far."""
+
+    done: int
+    total: int
+
+
+class Sequence:
+    """One request: its tokens so far, which of them are text, and what of the prompt is not yet computed."""
+
+    def __init__(self, slot: int, ids: Tensor, images: tuple[ImageSpan, ...] = ()) -> None:
+        self.slot, self.images = slot, images
+        self.ids_T = ids.long()
+        self.text_T = torch.ones(len(ids), dtype=torch.bool)
+        for image in images:
+            stop = image.start + len(image.embeddings_SD)
+            if not 0 <= image.start < stop <= len(ids):
+                raise ValueError(f"image span {image.start}..{stop} lies outside the prompt of {len(ids)} tokens")
+            self.text_T[image.start : stop] = False
+        self.computed = 0
+        self.tail: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    def append(self, token: int) -> None:
+        """Add a chosen token, to be computed by the next decode."""
+        self.ids_T = torch.cat([self.ids_T, torch.tensor([token])])
+        self.text_T = torch.cat([self.text_T, torch.ones(1, dtype=torch.bool)])
+
+
+class Session:
+    """A model, a memory and a way to run requests through both.
+
+    `replay`: `bounded` runs the decoder half on the last `window` prompt positions (as published, default), `exact` on as
+    many as make every later window entry exact. `ced=False` runs all layers on the whole prompt. `chunk`: most prompt
+    tokens of a request in one pass. Inference only: nothing here keeps gradients.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        memory: DenseMemory | None = None,
+        replay: str = "bounded",
+        chunk: int = 512,
+        ced: bool = True,
+    ) -> None:
+        if replay not in REPLAY_MODES:
+            raise ValueError(f"replay must be one of {', '.join(REPLAY_MODES)}, got {replay!r}")
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {chunk}")
+        self.model, self.plan, self.chunk, self.ced = model, model.plan, chunk, ced
+        self.memory = memory or DenseMemory(model.config, model.numerics)
+        window, layers = self.plan.window, len(self.plan.layers)
+        # A draft ring holds `window` entries of the last layers' inputs, one more than the query's own window reaches.
+        self.tail = window if replay == "bounded" else max(window, self.plan.exact_decoder_replay + 1)
+        self.encoder_stop = self.plan.decoder_start if ced else layers
+
+    def check(self, sequence: Sequence, new_tokens: int = 0) -> None:
+        """Raise EmptyPrompt, RequestTooLong or ValueError (bad token id) before any work is done."""
+        limit = self.model.config.max_seq_len
+        if not len(sequence):
+            raise EmptyPrompt("the prompt has no tokens; give at least one")
+        if len(sequence) + new_tokens > limit:
+            raise RequestTooLong(
+                f"{len(sequence)} prompt tokens and {new_tokens} new ones exceed the context of {limit}; shorten one of them"
+            )
+        self.model.check_ids(sequence.ids_T)
+
+    @torch.inference_mode()
+    def prefill(self, sequences: list[Sequence], progress: Callable[[Progress], None] | None = None) -> Tensor:
+        """Run prompts (ragged) in chunks; logits [R,V] after each prompt's last token."""
+        for sequence in sequences:
+            self.check(sequence)
+        total = sum(len(s) - s.computed for s in sequences)
+        done = 0
+        while pending := [s for s in sequences if s.computed < len(s)]:
+            done += self._encode(pending)
+            if progress is not None:
+                progress(Progress(done=done, total=total))
+        return self._decode_tails(sequences)
+
+    @torch.inference_mode()
+    def decode(self, sequences: list[Sequence]) -> Tensor:
+        """Run the one token each sequence has beyond what is computed, through all layers; logits [R,V]."""
+        for sequence in sequences:
+            assert sequence.computed == len(sequence) - 1, (sequence.computed, len(sequence))
+            self.check(sequence)
+        rows = self._rows(sequences, [1] * len(sequences))
+        flow = self.model(rows, self.memory)
+        self._observe(flow, rows)
+        for sequence in sequences:
+            sequence.computed += 1
+        return self.model.logits(flow)
+
+    @torch.inference_mode()
+    def draft(self, sequences: list[Sequence], first_ids: list[int]) -> Draft:
+        """Propose the tokens after `first_ids`, which are taken as accepted at each sequence's next position."""
+        if self.model.mtp is None:
+            raise ValueError("this model has no draft blocks")
+        positions = torch.tensor([s.computed - 1 for s in sequences])
+        slots = [s.slot for s in sequences]
+        return self.model.mtp.forward(torch.tensor(first_ids), positions, slots, self.memory, self.model.embed, self.model.head)
+
+    @torch.inference_mode()
+    def score(self, ids: Tensor, images: tuple[ImageSpan, ...] = ()) -> Tensor:
+        """Logits [T,V] of every position: all layers on all positions, equal to the full forward whatever `chunk` is."""
+        with self.slot() as slot:
+            sequence = Sequence(slot, ids, images)
+            self.check(sequence)
+            parts = []
+            while sequence.computed < len(sequence):
+                count = min(self.chunk, len(sequence) - sequence.computed)
+                rows = self._rows([sequence], [count])
+                parts.append(self.model.logits(self.model(rows, self.memory)))
+                sequence.computed += count
+            return torch.cat(parts)
+
+    @contextmanager
+    def slot(self) -> Iterator[int]:
+        """A free memory slot, released at the end whatever happens."""
+        index = max(self.memory.slots, default=-1) + 1
+        self.memory.slot(index)
+        try:
+            yield index
+        finally:
+            self.memory.release(index)
+
+    def _rows(self, sequences: list[Sequence], counts: list[int]) -> Rows:
+        starts = [
+            (s.slot, s.computed, s.ids_T[s.computed : s.computed + n]) for s, n in zip(sequences, counts, strict=True)
+        ]
+        ids_N, positions_N, segments = consecutive_rows(starts)
+        text_N = torch.cat([s.text_T[s.computed : s.computed + n] for s, n in zip(sequences, counts, strict=True)])
+        features_FD, feature_rows_F = self._features(sequences, counts)
+        return Rows(
+            token_ids_N=ids_N,
+            positions_N=positions_N,
+            text_N=text_N,
+            segments=segments,
+            engram_LNX=self._engram(sequences, [(s.computed, s.computed + n) for s, n in zip(sequences, counts, strict=True)]),
+            features_FD=features_FD,
+            feature_rows_F=feature_rows_F,
+        )
+
+    def _engram(self, sequences: list[Sequence], ranges: list[tuple[int, int]]) -> Tensor | None:
+        if not self.model.config.engram_layer_ids:
+            return None
+        reach = self.model.config.engram_max_ngram_size - 1
+        parts = []
+        for sequence, (start, stop) in zip(sequences, ranges, strict=True):
+            # An n-gram reaches `reach` tokens back; a barrier is kept by starting there unless the sequence does.
+            origin = max(0, start - reach)
+            ids = self.model.engram_ids(sequence.ids_T[origin:stop], sequence.text_T[origin:stop], start - origin)
+            assert ids is not None
+            parts.append(ids)
+        return torch.cat(parts, 1)
+
+    def _features(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor | None, Tensor | None]:
+        values, places, at = [], [], 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            start, stop = sequence.computed, sequence.computed + count
+            for image in sequence.images:
+                low, high = max(image.start, start), min(image.start + len(image.embeddings_SD), stop)
+                if low < high:
+                    values.append(image.embeddings_SD[low - image.start : high - image.start])
+                    places.append(torch.arange(at + low - start, at + high - start))
+            at += count
+        return (torch.cat(values), torch.cat(places)) if values else (None, None)
+
+    def _encode(self, sequences: list[Sequence]) -> int:
+        counts = [min(self.chunk, len(s) - s.computed) for s in sequences]
+        rows = self._rows(sequences, counts)
+        flow = self.model.run(self.model.begin(rows), rows, self.memory, 0, self.encoder_stop)
+        if self.encoder_stop == self.plan.decoder_start:
+            self.model.publish(flow, rows, self.memory)
+        else:
+            self._observe(flow, rows)
+        keep = self.tail if self.encoder_stop == self.plan.decoder_start else 1
+        for sequence, segment in zip(sequences, rows.segments, strict=True):
+            fresh = (flow.x_NSD[segment.rows], flow.pre_NS[segment.rows])
+            if sequence.tail is not None:
+                fresh = (torch.cat([sequence.tail[0], fresh[0]]), torch.cat([sequence.tail[1], fresh[1]]))
+            sequence.tail = (fresh[0][-keep:], fresh[1][-keep:])
+            sequence.computed += segment.length
+        return sum(counts)
+
+    def _decode_tails(self, sequences: list[Sequence]) -> Tensor:
+        tails = []
+        for sequence in sequences:
+            assert sequence.tail is not None
+            tails.append(sequence.tail)
+            sequence.tail = None
+        starts = [(s.slot, len(s) - len(x), s.ids_T[len(s) - len(x) :]) for s, (x, _) in zip(sequences, tails, strict=True)]
+        ids_N, positions_N, segments = consecutive_rows(starts)
+        late = any(layer >= self.plan.decoder_start for layer in self.model.config.engram_layer_ids)
+        rows = Rows(
+            token_ids_N=ids_N,
+            positions_N=positions_N,
+            text_N=torch.cat([s.text_T[len(s) - len(x) :] for s, (x, _) in zip(sequences, tails, strict=True)]),
+            segments=segments,
+            engram_LNX=self._engram(sequences, [(g.position, g.position + g.length) for g in segments]) if late else None,
+        )
+        flow = Flow(torch.cat([x for x, _ in tails]), torch.cat([pre for _, pre in tails]), Shared())
+        if self.encoder_stop == self.plan.decoder_start:
+            flow = self.model.run(
+                flow, rows, self.memory, self.plan.decoder_start, len(self.plan.layers), publish=False
+            )
+            self._observe(flow, rows)
+        last_R = torch.tensor([g.start + g.length - 1 for g in segments])
+        return self.model.logits(flow._replace(x_NSD=flow.x_NSD[last_R], pre_NS=flow.pre_NS[last_R]))
+
+    def _observe(self, flow: Flow, rows: Rows) -> None:
+        if self.model.mtp is not None and flow.targets:
+            self.model.mtp.observe(flow.targets, rows, self.memory)
