@@ -159,7 +159,7 @@ class DenseMemory:
                 select(
                     q_NJI[at],
                     weight_NJ[at],
-                    self.slot(segment.slot).keys[source].read(),
+                    self.index_keys(source, segment),
                     (rows.positions_N[at] + 1) // ratio,
                     k=self.config.index_topk,
                     block_size=self.config.candidate_block_size,
@@ -170,6 +170,10 @@ class DenseMemory:
             )
         blocks = [part.candidates_NB for part in parts if part.candidates_NB is not None]
         return Selection(torch.cat([part.topk_NK for part in parts]), torch.cat(blocks) if blocks else None)
+
+    def index_keys(self, source: int, segment: Segment) -> Tensor:
+        """The keys [M,I] that a request's queries are scored against: those of the source."""
+        return self.slot(segment.slot).keys[source].read()
 
     def attend(
         self, layer: int, source: int | None, rows: Rows, q_NHC: Tensor, window_NC: Tensor, topk_NK: Tensor | None, sink_H: Tensor
