@@ -26,6 +26,8 @@ def shipped_folders() -> list[Path]:
 
 def locate(model: str | Path, *, revision: str | None = None) -> Path:
     """The folder of a model. Raises `ModelNotFound` if it is no folder with a `config.json`, shipped name or hub id."""
+    if not str(model):
+        raise ModelNotFound("the model's name is empty; give a folder, a shipped name or a hub id")
     given = Path(model)
     if given.is_dir():
         if not (given / "config.json").is_file():
