@@ -93,7 +93,7 @@ def nano() -> ModelConfig:
         engram_n_heads=4,
         engram_head_dim=32,
         engram_vocab_size=1600,
-        engram_compressed_vocab_size=7168,
+        engram_compressed_vocab_size=5367,
         n_mtp_layers=3,
         dspark_block_size=5,
         dspark_noise_token_id=3,

@@ -22,6 +22,7 @@ from kvist.config import ModelConfig, load_config
 from kvist.inventory import Storage, parameters
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
+from kvist.text.token_map import token_map
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -115,8 +116,6 @@ def token_classes(folder: Path, config: ModelConfig) -> Tensor:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointMismatch(f"missing {file}: Engram's token classes are computed from the tokenizer")
-    from kvist.text import token_map
-
     classes = torch.as_tensor(token_map(file), dtype=torch.int64)
     found = int(classes.max()) + 1 if len(classes) else 0
     if found != config.engram_compressed_vocab_size:
