@@ -1,0 +1,66 @@
+"""`python -m benchmarks NAME | list | table`: the command line of the measurements.
+
+Owns arguments and exit status (1: a result was wrong and nothing is reported; 2: a user's mistake). Knows no benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+from benchmarks import registry, tables
+from benchmarks.cases import Options, WrongResult
+from benchmarks.rows import Machine, append
+from benchmarks.runner import measure
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the last line on stdout of a benchmark is one JSON object that holds its rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, measure, keep and tabulate.")
+    parser.add_argument("name", help="a benchmark, or 'list', or 'table' (regenerate README's tables from kept rows)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds a variant; the median is reported")
+    parser.add_argument("--quick", action="store_true", help="reduced sizes; its rows are never kept")
+    parser.add_argument("--no-keep", action="store_true", help="do not append the rows to benchmarks/results")
+    parser.add_argument("--check", action="store_true", help="with 'table': only say whether README is up to date")
+    arguments = parser.parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        if arguments.name == "list":
+            return _list(console)
+        if arguments.name == "table":
+            current = tables.update_readme(check=arguments.check)
+            return 1 if arguments.check and not current else 0
+        return _run(arguments, console)
+    except WrongResult as error:
+        console.print(f"[red]wrong result, nothing reported:[/red] {error}")
+        return 1
+    except ValueError as error:
+        console.print(f"[red]{error}[/red]")
+        return 2
+
+
+def _list(console: Console) -> int:
+    for name in registry.MODULES:
+        console.print(f"{name}: {registry.find(name).summary}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    benchmark = registry.find(arguments.name)
+    options = Options(rounds=arguments.rounds, quick=arguments.quick)
+    command = f"python -m benchmarks {arguments.name} --rounds {arguments.rounds}" + " --quick" * arguments.quick
+    machine = Machine.here()
+    lines, rows = measure(benchmark, options, machine, command)
+    tables.show(lines, console)
+    if not (arguments.no_keep or arguments.quick):
+        path = append(rows, machine.key)
+        console.print(f"{len(rows)} rows appended to {path.relative_to(path.parents[2])}")
+    print(json.dumps({"bench": benchmark.name, "rows": [json.loads(row.to_json()) for row in rows]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

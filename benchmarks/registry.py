@@ -1,0 +1,24 @@
+"""The list of benchmarks: each name, and the module under `benchmarks/` whose `BENCHMARK` describes it.
+
+Modules are imported only when their benchmark is run, so that a broken or GPU-only one does not stop the others.
+To add one: write `benchmarks/<module>.py` with `BENCHMARK = Benchmark(...)` and a line here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks.cases import Benchmark
+
+MODULES: dict[str, str] = {}
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark of that name. Raises `ValueError` that lists the known names."""
+    if name not in MODULES:
+        known = ", ".join(sorted(MODULES)) or "none yet"
+        raise ValueError(f"no benchmark named {name!r}; known: {known}")
+    benchmark = import_module(f"benchmarks.{MODULES[name]}").BENCHMARK
+    if not isinstance(benchmark, Benchmark) or benchmark.name != name:
+        raise ValueError(f"benchmarks/{MODULES[name]}.py must define BENCHMARK with the name {name!r}")
+    return benchmark

@@ -1,0 +1,254 @@
+"""The command line: arguments in, calls to the packages that do the work, tables and exit status out.
+
+Thin and lazy: every package of ours is imported inside the command that needs it, so that `kvist --help` is instant.
+Must not compute anything about a model. Exit status: 0 good, 1 a check failed, 2 a user's mistake (one red line).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvist.version import VERSION
+
+if TYPE_CHECKING:
+    from kvist.checkpoint import Inspection, VerifyReport
+    from kvist.config import ModelConfig
+
+TRACEBACK_VARIABLE = "KVIST_TRACEBACK"
+
+app = typer.Typer(
+    name="kvist",
+    help="The complete DeepSeek-V4.1-Flash system: generate, inspect, prove and plan.",
+    epilog=f"MODEL is a folder, a shipped name (nano) or a hub id. {TRACEBACK_VARIABLE}=1 shows tracebacks of errors.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+checkpoint_app = typer.Typer(help="Look into, check and convert checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="a folder, a shipped name (nano) or a hub id")]
+
+
+class WeightFormat(StrEnum):
+    """Storage of the matrices that the release keeps in FP8."""
+
+    keep = "keep"
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
+class ExpertFormat(StrEnum):
+    """Storage of the routed experts, which the release keeps in FP4."""
+
+    keep = "keep"
+    fp4 = "fp4"
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
+def main() -> NoReturn:
+    """The entry point: run the command; what a user or a file caused becomes one red message and status 2."""
+    try:
+        app()
+    except BrokenPipeError:
+        # the reader of a pipe left (`kvist plan nano | head`); stdout must not be flushed into it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE) or not _is_users(error):
+            raise
+        _errors().print(_message(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _is_users(error: Exception) -> bool:
+    """True for what input can cause: ValueError, a file that cannot be used, and the named errors of the package."""
+    return isinstance(error, ValueError | OSError) or type(error).__module__.partition(".")[0] == "kvist"
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def _output() -> Console:
+    # A pipe has no width of its own: rich would cut tables to 80 columns and drop what does not fit.
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=160)
+
+
+def _errors() -> Console:
+    return Console(stderr=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvist {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and leave")
+    ] = False,
+) -> None:
+    del version  # the callback has acted on it
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="PRESET|MODEL", help="v41-flash, v41-flash-slim, nano, tiny, or a model")],
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="write the figures there (needs kvist[plot])")] = None,
+) -> None:
+    """What a configuration costs: layers, parameters, bytes by tensor class, cache bytes a token, operations a token."""
+    from kvist.plan import print_report, report, write_figures
+
+    result = report(_configuration(model))
+    print_report(result, _output())
+    if plot is not None:
+        for file in write_figures(result, plot):
+            print(file)
+
+
+def _configuration(name: str) -> ModelConfig:
+    """A preset by name, else the config.json of a model, so that planning needs no weights and no torch for presets."""
+    from kvist.config import load_config
+    from kvist.presets import PRESETS, preset
+
+    if name in PRESETS:
+        return preset(name)
+    path = Path(name)
+    if path.suffix == ".json" or path.is_dir():
+        return load_config(path)
+    from kvist.checkpoint import ModelNotFound, locate
+
+    try:
+        return load_config(locate(name))
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; presets: {', '.join(sorted(PRESETS))}") from error
+
+
+@app.command()
+def conformance(
+    cases: Annotated[list[Path] | None, typer.Argument(metavar="[DIR]...", help="golden cases; none: the shipped ones")] = None,
+    impl: Annotated[str | None, typer.Option(help="operator implementation to test; none: the runner's default")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="run in the bit-reproducible mode")] = False,
+) -> None:
+    """Prove the numbers: run golden cases and print a table; status 1 if any quantity fails."""
+    from kvist import conformance as runner
+
+    options = {} if impl is None else {"impl": impl}
+    status = runner.conformance(cases or (), deterministic=deterministic, console=_output(), **options)
+    raise typer.Exit(status)
+
+
+@checkpoint_app.command("inspect")
+def inspect_checkpoint(
+    model: Model,
+    tensors: Annotated[str | None, typer.Option(metavar="PATTERN", help="list matching tensors, e.g. 'layers.3.*'")] = None,
+) -> None:
+    """Files, parameters and bytes by tensor class, from the headers alone; status 1 if they differ from config.json."""
+    from kvist.checkpoint import inspect, locate
+
+    inspection = inspect(locate(model), tensors)
+    _show_inspection(inspection, _output())
+    if inspection.findings:
+        raise typer.Exit(1)
+
+
+def _show_inspection(inspection: Inspection, console: Console) -> None:
+    table = Table("file", "bytes")
+    for file, nbytes in inspection.files:
+        table.add_row(str(file), f"{nbytes:,}")
+    console.print(table)
+    table = Table("class", "tensors", "parameters", "bytes")
+    for row in inspection.kinds:
+        table.add_row(row.kind, f"{row.tensors:,}", f"{row.parameters:,}", f"{row.nbytes:,}")
+    table.add_section()
+    sums = [sum(getattr(row, name) for row in inspection.kinds) for name in ("tensors", "parameters", "nbytes")]
+    table.add_row("all", *(f"{value:,}" for value in sums))
+    console.print(table)
+    if inspection.tensors:
+        table = Table("tensor", "dtype", "shape", "file", "offset", "bytes")
+        for entry in inspection.tensors:
+            shape = str(list(entry.shape))
+            table.add_row(
+                entry.name, entry.dtype, shape.replace("[", r"\["), entry.file.name, f"{entry.offset:,}", f"{entry.nbytes:,}"
+            )
+        console.print(table)
+    _show_findings(inspection.findings, console)
+
+
+def _show_findings(findings: tuple[Any, ...], console: Console) -> None:
+    for finding in findings:
+        console.print(str(finding), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(model: Model) -> None:
+    """Read everything: container, names, shapes, values that are not finite, SHA-256 of every file; status 1 if bad."""
+    from kvist.checkpoint import locate, verify
+
+    with _errors().status("headers") as status:
+        report = verify(locate(model), status.update)
+    _show_verification(report, _output())
+    if not report.good:
+        raise typer.Exit(1)
+
+
+def _show_verification(report: VerifyReport, console: Console) -> None:
+    table = Table("sha256", "bytes", "file")
+    for file in report.files:
+        table.add_row(file.sha256, f"{file.nbytes:,}", file.file.name)
+    console.print(table)
+    if report.container:
+        console.print(report.container, style="red", markup=False, highlight=False, soft_wrap=True)
+    _show_findings(report.findings, console)
+    for name in report.not_finite:
+        console.print(f"not finite: {name}", style="red", markup=False, highlight=False)
+    problems = len(report.findings) + len(report.not_finite) + bool(report.container)
+    console.print(
+        f"{report.folder}: {report.tensors:,} tensors, {report.payload_bytes:,} bytes, "
+        + ("good" if report.good else f"{problems} problems"),
+        style="green" if report.good else "red",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@checkpoint_app.command("convert")
+def convert_checkpoint(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write; must not hold a checkpoint yet")],
+    weights: Annotated[WeightFormat, typer.Option(help="the FP8 matrices")] = WeightFormat.keep,
+    experts: Annotated[ExpertFormat, typer.Option(help="the routed experts")] = ExpertFormat.keep,
+    shard_mb: Annotated[float | None, typer.Option(help="largest shard in 10^6 bytes; none: the default of the format")] = None,
+) -> None:
+    """Write a checkpoint in other storage formats or shard sizes; BF16 from FP8 or FP4 is exact."""
+    from kvist.checkpoint import convert
+
+    options: dict[str, int] = {}
+    if shard_mb is not None:
+        if not 0.001 <= shard_mb <= 1e9:
+            raise ValueError(f"--shard-mb is {shard_mb}; it must lie in 0.001 .. 1e9")
+        options["shard_bytes"] = int(shard_mb * 1e6)
+    _, files = convert(model, out, weights=weights.value, experts=experts.value, **options)
+    for file in files:
+        print(f"{file}  {file.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

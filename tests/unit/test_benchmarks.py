@@ -1,0 +1,145 @@
+"""The measuring harness: the gate before the clock, interleaving, the row schema, README's generated table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import registry, rows, tables
+from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase, WrongResult, percent_of_floor
+from benchmarks.runner import interleave, measure
+
+MACHINE = rows.Machine(key="cpu2", device="test", versions={"torch": "0"}, commit="abc")
+
+
+def accept() -> None:
+    """A check that has nothing against the result."""
+
+
+def reject() -> None:
+    raise WrongResult("max abs error 3 at [0, 1]")
+
+
+def timed(check=accept, log: list[str] | None = None, **changes) -> TimedCase:
+    log = [] if log is None else log
+    settings = {
+        "name": "4k",
+        "variants": {"fast": lambda: log.append("fast"), "ref": lambda: log.append("ref")},
+        "subject": "fast",
+        "check": check,
+        "work": 10.0,
+        "unit": "tokens/s",
+        "floor": 1e12,
+    }
+    return TimedCase(**(settings | changes))
+
+
+def bench(*cases: Case) -> Benchmark:
+    def build(options: Options) -> Iterator[Case]:
+        yield from cases
+
+    return Benchmark(name="b", summary="s", build=build)
+
+
+def test_a_red_check_reports_nothing_and_runs_nothing() -> None:
+    log: list[str] = []
+    with pytest.raises(WrongResult, match="max abs error 3"):
+        measure(bench(timed(reject, log)), Options(), MACHINE, "cmd")
+    assert log == []
+
+
+def test_variants_are_interleaved_and_take_turns_at_the_start() -> None:
+    log: list[str] = []
+    interleave({n: (lambda n=n: log.append(n)) for n in "abc"}, rounds=3)
+    assert "".join(log) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_rows_carry_value_floor_and_peers() -> None:
+    counted = CountedCase(
+        name="kernels", count=lambda: 40, check=accept, unit="kernels/token", better="lower", floor=10
+    )
+    lines, made = measure(bench(timed(), counted), Options(rounds=2), MACHINE, "cmd")
+    assert [(r.case, r.better, r.correct, list(r.peers)) for r in made] == [
+        ("4k", "higher", True, ["ref"]),
+        ("kernels", "lower", True, []),
+    ]
+    assert made[1].percent_of_floor == 25.0
+    assert [line.variant for line in lines] == ["fast", "ref", ""]
+    assert rows.parse(made[0].to_json(), "here") == made[0]
+
+
+def test_percent_is_100_at_the_limit_in_both_directions() -> None:
+    assert percent_of_floor(50, 100, "higher") == 50
+    assert percent_of_floor(200, 100, "lower") == 50
+    assert percent_of_floor(1, None, "lower") is None
+
+
+@pytest.mark.parametrize("changes", [{"subject": "other"}, {"unit": "us"}, {"work": None}])
+def test_inconsistent_cases_are_refused(changes) -> None:
+    with pytest.raises(ValueError, match="case 4k"):
+        timed(**changes)
+
+
+def test_kept_rows_come_back_and_broken_lines_name_themselves(tmp_path: Path) -> None:
+    _, made = measure(bench(timed()), Options(rounds=1), MACHINE, "cmd")
+    path = rows.append(made, "cpu2", tmp_path)
+    rows.append(made, "cpu2", tmp_path)
+    assert [row for _, row in rows.load(tmp_path)] == made * 2
+    record = json.loads(made[0].to_json())
+    del record["floor"]
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    with pytest.raises(rows.BadRow, match=r"cpu2\.jsonl:3: missing fields \['floor'\]"):
+        list(rows.load(tmp_path))
+
+
+def test_a_row_with_nan_is_refused() -> None:
+    _, made = measure(bench(timed()), Options(rounds=1), MACHINE, "cmd")
+    with pytest.raises(rows.BadRow, match="value is nan"):
+        dataclasses.replace(made[0], value=float("nan")).to_json()
+
+
+def test_readme_table_holds_the_newest_row_and_is_stable(tmp_path: Path) -> None:
+    _, made = measure(bench(timed()), Options(rounds=1), MACHINE, "cmd")
+    newer = dataclasses.replace(made[0], value=77.0)
+    rows.append([*made, newer], "cpu2", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    assert not tables.update_readme(readme, check=True, results=tmp_path)
+    assert "old" in readme.read_text()
+    tables.update_readme(readme, results=tmp_path)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert text.count("| b | 4k |") == 1
+    assert "77 tokens/s" in text
+    assert tables.update_readme(readme, check=True, results=tmp_path)
+
+
+def test_readme_of_this_repository_has_the_markers_and_valid_rows() -> None:
+    text = tables.README.read_text()
+    assert text.count(tables.BEGIN) == text.count(tables.END) == 1
+    for key, row in rows.load():
+        assert row.correct, (key, row.bench, row.case)
+
+
+def test_registered_benchmarks_exist() -> None:
+    for name in registry.MODULES:
+        assert registry.find(name).summary
+    with pytest.raises(ValueError, match="no benchmark named 'nothing'"):
+        registry.find("nothing")
+
+
+def test_exit_status_tells_wrong_results_from_mistakes(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(registry, "find", lambda name: bench(timed(reject)))
+    assert command.main(["b"]) == 1
+    monkeypatch.setattr(registry, "find", lambda name: bench(timed()))
+    assert command.main(["b", "--rounds", "1", "--no-keep"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert json.loads(last)["rows"][0]["correct"] is True
+    assert command.main(["b", "--rounds", "0"]) == 2
