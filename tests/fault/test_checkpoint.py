@@ -14,11 +14,9 @@ from torch import Tensor
 
 from kvist.checkpoint import (
     CheckpointMismatch,
-    ModelNotFound,
     build_model,
     inspect,
     load_model,
-    locate,
     open_checkpoint,
     save_checkpoint,
     verify,
@@ -428,7 +426,7 @@ def test_what_was_loaded_saves_bit_for_bit(tmp_path):
     assert not (tmp_path / "a" / INDEX_NAME).exists()
 
 
-# Tables, FP8 experts, places
+# Tables, FP8 experts
 
 
 def test_a_table_reads_rows_and_refuses_others(folder):
@@ -478,55 +476,3 @@ def test_fp4_to_fp8_is_exact_or_refused():
     rows[3] *= 0.5
     with pytest.raises(CheckpointMismatch, match="experts_w1"):
         fp4_as_fp8(*quantise_fp4_weight(rows), "experts_w1")
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "no/such/folder/here"])
-def test_an_unknown_model_says_where_it_looked(name, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound) as error:
-        locate(name)
-    assert str(tmp_path) in str(error.value)
-    if name == "no-such-model":
-        assert "shipped model" in str(error.value)
-
-
-def test_an_empty_name():
-    with pytest.raises(ModelNotFound, match="empty"):
-        locate("")
-
-
-def test_a_hub_id_without_network_says_what_was_looked_for(monkeypatch, tmp_path):
-    from huggingface_hub import constants, errors
-
-    def offline(*_: object, **__: object) -> str:
-        raise errors.LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound) as error:
-        locate("owner/model")
-    for part in ("folder", "owner/model", constants.ENDPOINT, "no connection"):
-        assert part in str(error.value)
-
-
-def test_a_hub_id_without_the_library_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(ModelNotFound, match=r"kvist\[hub\]"):
-        locate("owner/model")
-
-
-def test_a_file_or_an_empty_folder_is_no_model(tmp_path):
-    (tmp_path / "weights.bin").write_bytes(b"")
-    with pytest.raises(ModelNotFound, match="is a file"):
-        locate(tmp_path / "weights.bin")
-    with pytest.raises(ModelNotFound, match=r"without config\.json"):
-        locate(tmp_path)
-
-
-def test_a_shipped_name_is_found(folder, monkeypatch):
-    place = folder.parent / "models" / "pocket"
-    place.parent.mkdir()
-    folder.rename(place)
-    monkeypatch.chdir(place.parents[1])
-    assert locate("pocket") == place
-    assert load_model("pocket")[0] == CONFIG
