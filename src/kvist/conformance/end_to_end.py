@@ -25,13 +25,20 @@ from kvist.conformance.check import (
 from kvist.conformance.results import Pair, RunResult
 
 MARGIN = 1e-4  # the README's: below it a selection may differ
-SELECTIONS = {"topk": "topk_margin", "candidates": "candidates_margin", "experts": "expert_margin"}
+STRICT_LIMITS = (
+    "logits_abs",
+    "min_fraction_of_positions",
+    "residual_rel_l2",
+    "latent_rel_l2",
+    "draft_logits_abs",
+    "draft_confidence_abs",
+)
+MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "experts": "expert_margin"}
 
 
 def end_to_end(case: Case, results: Sequence[RunResult]) -> Iterator[Check]:
     """All checks of `tolerances.strict` (if the case has it) and `tolerances.all`."""
-    strict = case.limits("strict")
-    if strict:
+    if case.limits("strict"):
         yield from Strict(case, results).checks()
     yield from Everywhere(case, results).checks()
 
@@ -43,17 +50,21 @@ class Strict:
         self.case, self.results, self.limits = case, results, case.limits("strict")
         self.bound = limit(self.limits.get("logits_abs"), "strict.logits_abs")
         self.good = {result.run.name: self._good(result) for result in results}
+        self.bad = {result.run.name: self._bad(result) for result in results}
 
     def checks(self) -> Iterator[Check]:
         """One line a quantity that the case records and limits."""
         yield self._logits()
-        for quantity in SELECTIONS:
+        for quantity in MARGINS:
             yield from self._selection(quantity)
         yield from self._streams("strict streams", ("residual", "engram_out"), "residual_rel_l2", self._rows_good)
-        yield from self._streams("strict collapse weights", ("pre_mix",), "residual_rel_l2", self._rows_good)
-        yield from self._streams("strict routing weights", ("expert_weights",), "residual_rel_l2", self._experts_good)
+        yield from self._streams("strict collapse weights", ("pre_mix",), None, self._rows_good)
+        yield from self._streams("strict routing weights", ("expert_weights",), None, self._experts_good)
         yield from self._streams("strict latents", ("latent",), "latent_rel_l2", self._latent_good)
         yield from self._drafts()
+        for name in self.limits:
+            if name not in STRICT_LIMITS and not isinstance(self.limits[name], str):
+                yield judged(f"strict {name}", False, f"this runner knows no limit of this name ({self.limits[name]!r})")
 
     def _good(self, result: RunResult) -> Tensor:
         """bool [N]: logits recorded and within the bound."""
@@ -61,6 +72,12 @@ class Strict:
         good = torch.zeros(result.run.length, dtype=torch.bool)
         good[pair.at] = row_max_abs(pair.got, pair.want) <= self.bound
         return good
+
+    def _bad(self, result: RunResult) -> Tensor:
+        """bool [N]: logits recorded and beyond the bound."""
+        recorded = torch.zeros(result.run.length, dtype=torch.bool)
+        recorded[result.pair("logits").at] = True
+        return recorded & ~self.good[result.run.name]
 
     def _logits(self) -> Check:
         pairs = [result.pair("logits") for result in self.results]
@@ -89,7 +106,7 @@ class Strict:
             pool_differs = self._pool_differs(result)
             for pair in result.pairs(quantity):
                 good = self.good[result.run.name]
-                margin = result.case.recorded(result.run, f"{SELECTIONS[quantity]}.{pair.layer}")
+                margin = result.case.recorded(result.run, f"{MARGINS[quantity]}.{pair.layer}")
                 differs = ~same_sets(pair.got, pair.want) & good
                 tiny = torch.zeros_like(differs) if margin is None else margin < MARGIN
                 if quantity == "topk":
@@ -115,9 +132,10 @@ class Strict:
         return {spec.index: found[spec.candidate_source] for spec in readers if spec.candidate_source in found}
 
     def _streams(
-        self, title: str, quantities: tuple[str, ...], key: str, keep: Callable[[RunResult, Pair], Tensor]
+        self, title: str, quantities: tuple[str, ...], key: str | None, keep: Callable[[RunResult, Pair], Tensor]
     ) -> Iterator[Check]:
-        bound = limit(self.limits[key], f"strict.{key}") if key in self.limits else None
+        """Rows at good positions; without a limit of name `key` in the case the line is a note."""
+        bound = limit(self.limits[key], f"strict.{key}") if key is not None and key in self.limits else None
         worst, rows, largest, cosine, place = 0.0, 0, 0.0, 1.0, ""
         for result in self.results:
             for pair in (pair for quantity in quantities for pair in result.pairs(quantity)):
@@ -133,7 +151,7 @@ class Strict:
                 cosine = min(cosine, row_cosine(pair.got[here], pair.want[here]).min().item())
         if rows:
             ok = None if bound is None else worst <= bound
-            detail = f"relative L2 at most {worst:.2g}{place}; limit {bound}; {rows} rows"
+            detail = f"relative L2 at most {worst:.2g}{place}; {rows} rows" + ("" if bound is None else f"; limit {bound:g}")
             yield judged(title, ok, detail, max_abs=largest, cosine=cosine)
 
     def _rows_good(self, result: RunResult, pair: Pair) -> Tensor:
@@ -166,9 +184,9 @@ class Strict:
             yield judged(f"strict {quantity}", largest <= bound, f"limit {bound:g}; {calls} calls, {len(got)} slots", **numbers)
 
     def _slots_good(self, result: RunResult, pair: Pair, *, after_drafts: bool) -> Tensor:
-        """bool [calls, slots]: all positions of the draft's window are good and earlier slots drafted the same tokens."""
-        good, window = self.good[result.run.name], result.model_plan.window
-        calls = torch.tensor([bool(good[max(0, p - window + 1) : p + 1].all()) for p in pair.at.tolist()], dtype=torch.bool)
+        """bool [calls, slots]: the position is good, none in the draft's window is bad, earlier slots drafted the same."""
+        good, bad, window = self.good[result.run.name], self.bad[result.run.name], result.model_plan.window
+        calls = good[pair.at] & ~torch.stack([bad[max(0, p - window + 1) : p + 1].any() for p in pair.at.tolist()])
         use = calls.unsqueeze(1).expand(-1, pair.want.shape[1]).clone()
         if after_drafts and result.names("draft_tokens"):
             tokens = result.pair("draft_tokens")

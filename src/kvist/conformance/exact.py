@@ -12,9 +12,11 @@ from torch import Tensor
 
 from kvist.conformance.case import Case
 from kvist.conformance.check import Check, judged, max_abs
+from kvist.conformance.errors import CaseError
 from kvist.conformance.prompt import SeenImage
 from kvist.conformance.results import RunResult
 from kvist.images import TEXT
+from kvist.text.token_map import token_map
 
 
 def equal(quantity: str, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Check:
@@ -28,13 +30,11 @@ def equal(quantity: str, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Check:
     return judged(quantity, differing == 0, f"{differing} of {values} values differ", max_abs=largest)
 
 
-def exact_checks(case: Case, results: Sequence[RunResult], classes_V: Tensor | None) -> Iterator[Check]:
-    """Equality of all that the case records of it. `classes_V`: the token classes computed from the case's tokenizer."""
+def exact_checks(case: Case, results: Sequence[RunResult]) -> Iterator[Check]:
+    """Equality of all that the case records of it, and a failure for a name in `tolerances.exact` that is not known."""
     names, seen = case.exact, set()
     tables = {
-        "token_map": [("token_map", classes_V, case.expected["token_map"].long())]
-        if classes_V is not None and "token_map" in case.expected
-        else [],
+        "token_map": list(_token_classes(case)),
         "engram_rows": [pair for result in results for pair in _engram_rows(result)],
         "input_ids": [pair for result in results for pair in _expanded_prompt(result)],
         "token_types": [pair for result in results for pair in _token_types(result)],
@@ -50,6 +50,16 @@ def exact_checks(case: Case, results: Sequence[RunResult], classes_V: Tensor | N
     for name in names:
         if name not in seen:
             yield judged(f"exact {name}", False, "this runner knows no exact quantity of this name")
+
+
+def _token_classes(case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Engram's compressed classes, computed from the case's tokenizer."""
+    want = case.expected.get("token_map")
+    if want is not None:
+        file = case.folder / "tokenizer.json"
+        if not file.is_file():
+            raise CaseError(f"{file} is missing, but the case records token_map")
+        yield "token_map", torch.as_tensor(token_map(file), dtype=torch.int64), want.long()
 
 
 def _engram_rows(result: RunResult) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -19,9 +19,10 @@ from kvist.conformance.quantiser_case import pattern_limits, same_bits, unknown_
 from kvist.images import plan_image
 from kvist.kernels.hyper_connections import sinkhorn_coefficients
 from kvist.kernels.index_select.ref import candidate_blocks, pool_mask
+from kvist.kernels.rotary import rotate
 from kvist.kernels.sparse_attention import sparse_attention
 from kvist.model.engram import hash_plan, hash_rows
-from kvist.model.layers import inverse_frequencies, rotary_table, rotate
+from kvist.model.layers import inverse_frequencies, rotary_table
 from kvist.presets import preset
 
 Pairs = Iterator[tuple[str, Tensor]]

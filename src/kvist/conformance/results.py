@@ -18,6 +18,8 @@ from kvist.conformance.errors import CaseError
 from kvist.conformance.prompt import Prompt
 from kvist.conformance.recording import PER_PROMPT, Recording
 
+SELECTIONS = ("topk", "candidates", "experts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -70,14 +72,16 @@ class RunResult:
         elif quantity in PER_PROMPT:
             at = self.positions("residual_positions", len(want), self.run.prompt_len)
         elif quantity.startswith("draft_") and quantity != "draft_window_kv":
-            at = self.positions("draft_positions", len(want), self.run.length, of=self.case.inputs)
+            at = self.positions("draft_positions", len(want), self.run.length)
             return self._checked(Pair(name=name, got=got, want=want, at=at))
+        if quantity in SELECTIONS and want.dim() == 2 and len(want) == len(got):
+            return Pair(name=name, got=got, want=want.long(), at=at)  # sets: how far they are padded says nothing
         return self._checked(Pair(name=name, got=got[at], want=want, at=at))
 
-    def positions(self, name: str, count: int, limit: int, of: object = None) -> Tensor:
-        """A recorded list of positions, int64; all of them in order where the case does not hold the list."""
-        source = self.case.expected if of is None else self.case.inputs
-        listed = source.get(f"{self.run.name}/{name}")
+    def positions(self, name: str, count: int, limit: int) -> Tensor:
+        """A list of positions, int64; all of them in order where the case does not hold the list."""
+        key = f"{self.run.name}/{name}"
+        listed = self.case.expected.get(key, self.case.inputs.get(key))
         at = torch.arange(limit) if listed is None else listed.long().flatten()
         if len(at) != count or (count and not 0 <= int(at.min()) <= int(at.max()) < limit):
             raise CaseError(f"{self.where}: {name!r} must name {count} positions below {limit}, got {at.tolist()[:8]}...")
