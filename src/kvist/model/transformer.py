@@ -51,8 +51,8 @@ class Transformer(nn.Module):
         self.mtp = DraftBlocks(config, numerics) if config.n_mtp_layers else None
         self.vision = self.aligner = None
         if config.vision is not None:
-            self.vision = VisionTower(config.vision)
-            self.aligner = Aligner(config.vision, config.dim)
+            self.vision = VisionTower(config.vision, numerics.dtype)
+            self.aligner = Aligner(config.vision, config.dim, numerics.dtype)
             for name in ("image_start", "image_newline", "image_end"):
                 self.register_parameter(name, nn.Parameter(torch.zeros(config.dim, dtype=numerics.dtype)))
         self.token_classes_V: Tensor | None = None
