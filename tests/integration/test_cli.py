@@ -1,0 +1,137 @@
+"""The command line as a user meets it: exit status, what goes to which stream, and one message for a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvist.checkpoint import save_checkpoint
+from kvist.inventory import parameters
+from kvist.presets import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def kvist(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvist", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=cwd, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the toy configuration with small random weights."""
+    config, generator = tiny(), torch.Generator().manual_seed(0)
+    state = {p.name: 0.05 * torch.randn(p.shape, generator=generator) for p in parameters(config)}
+    out = tmp_path_factory.mktemp("model") / "toy"
+    save_checkpoint(config, state, None, out)
+    return out
+
+
+def test_help_names_every_command_and_is_quick() -> None:
+    result = kvist("--help")
+    assert result.returncode == 0
+    for name in ("plan", "conformance", "checkpoint"):
+        assert name in result.stdout
+
+
+def test_version() -> None:
+    result = kvist("--version")
+    assert result.stdout.startswith("kvist ")
+
+
+def test_plan_of_the_release_prints_derived_numbers() -> None:
+    result = kvist("plan", "v41-flash")
+    assert result.returncode == 0, result.stderr
+    for number in ("551,566,180,464", "510,286,023,000", "96,085", "890", "3,514.25"):
+        assert number in result.stdout, number
+
+
+def test_plan_reads_a_config_and_writes_figures(folder: Path, tmp_path: Path) -> None:
+    result = kvist("plan", folder / "config.json", "--plot", tmp_path / "figures")
+    assert result.returncode == 0, result.stderr
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png"}
+
+
+def test_an_unknown_model_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    result = kvist("plan", "no-such-model", cwd=tmp_path)
+    assert result.returncode == 2
+    assert str(tmp_path / "no-such-model") in result.stderr
+    assert "v41-flash" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_unreachable_hub_id_names_hub_and_cache(tmp_path: Path) -> None:
+    result = kvist("checkpoint", "inspect", "someone/some-model", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"))
+    assert result.returncode == 2
+    assert "hub repository someone/some-model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_traceback_on_request(tmp_path: Path) -> None:
+    result = kvist("plan", "no-such-model", cwd=tmp_path, KVIST_TRACEBACK="1")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"vocab_size": -1}', "\x00"])
+def test_a_hostile_config_is_one_message(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    result = kvist("plan", tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.strip()
+    assert "Traceback" not in result.stderr
+
+
+def test_unknown_options_and_values_are_usage_errors() -> None:
+    assert kvist("plan").returncode == 2
+    assert kvist("plan", "tiny", "--nonsense").returncode == 2
+    assert kvist("checkpoint", "convert", "a", "b", "--weights", "int3").returncode == 2
+
+
+def test_checkpoint_inspect_verify_convert(folder: Path, tmp_path: Path) -> None:
+    result = kvist("checkpoint", "inspect", folder, "--tensors", "layers.2.attn.compressor.*")
+    assert result.returncode == 0, result.stderr
+    assert "layers.2.attn.compressor.wkv.weight" in result.stdout
+    result = kvist("checkpoint", "verify", folder)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.rstrip().endswith("good")
+    wide = tmp_path / "wide"
+    result = kvist("checkpoint", "convert", folder, wide, "--weights", "bf16", "--experts", "bf16")
+    assert result.returncode == 0, result.stderr
+    assert kvist("checkpoint", "verify", wide).returncode == 0
+    again = kvist("checkpoint", "convert", folder, wide)
+    assert again.returncode == 2
+    assert str(wide) in again.stderr
+
+
+def test_a_truncated_shard_fails_with_its_name(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    result = kvist("checkpoint", "verify", tmp_path)
+    assert result.returncode == 1
+    assert shard.name in result.stdout
+    assert kvist("checkpoint", "inspect", tmp_path).returncode == 2
+
+
+def test_conformance_reports_a_case_that_is_none(tmp_path: Path) -> None:
+    result = kvist("conformance", tmp_path)
+    assert result.returncode == 1
+    assert result.stdout.rstrip().splitlines()[-1] == "0 passed, 1 failed"
+
+
+def test_conformance_of_a_shipped_case() -> None:
+    case = ROOT / "tests" / "golden" / "cases" / "quantisers"
+    assert json.loads((case / "case.json").read_text())["kind"] == "quantisers"
+    result = kvist("conformance", case)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.rstrip().endswith(", 0 failed")
