@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kvist.config import LayerSpec, ModelConfig
 from kvist.kernels.linear import linear
-from kvist.model.layers import Linear, QuantLinear, RMSNorm, inverse_frequencies, rotary_table, rotate
+from kvist.kernels.rotary import rotate
+from kvist.model.layers import Linear, QuantLinear, RMSNorm, inverse_frequencies, rotary_table
 from kvist.model.memory import Groups, Shared, SharedMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
@@ -28,7 +29,7 @@ class Compressor(nn.Module):
         self.ratio, self.dtype = ratio, numerics.dtype
         self.wkv = Linear(config.dim, config.head_dim, numerics, wide=grouped)
         self.wgate = Linear(config.dim, config.head_dim, numerics, wide=True) if grouped else None
-        self.norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.norm = RMSNorm(config.head_dim, config.norm_eps, numerics.row_impl)
 
     def project(self, h_ND: Tensor) -> tuple[Tensor, Tensor | None]:
         """Per-token channels and gates (float32 when tokens are grouped)."""
@@ -55,19 +56,19 @@ class Indexer(nn.Module):
         self.wq_b = QuantLinear(config.q_lora_rank, self.heads * self.width, numerics)
         self.weights_proj = Linear(config.dim, self.heads, numerics)
         self.wk = Linear(config.head_dim, self.width, numerics) if spec.owns_rows else None
-        self.k_norm = RMSNorm(self.width, config.norm_eps) if spec.owns_rows else None
+        self.k_norm = RMSNorm(self.width, config.norm_eps, numerics.row_impl) if spec.owns_rows else None
         self.numerics = numerics
 
     def keys(self, latent_GC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated index keys [G,I] from latents before their own rotation; quantised where they are stored."""
         assert self.wk is not None and self.k_norm is not None
-        return rotate(self.k_norm(self.wk(latent_GC)), table)
+        return rotate(self.k_norm(self.wk(latent_GC)), table, impl=self.numerics.row_impl)
 
     def queries(self, h_ND: Tensor, rank_NQ: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Quantised index queries [N,J,I] and head weights [N,J]."""
         q_NJI = self.wq_b(rank_NQ).unflatten(1, (self.heads, self.width))
         weight_NJ = self.weights_proj(h_ND) * (self.width**-0.5 * self.heads**-0.5)
-        return self.numerics.index(rotate(q_NJI, table)), weight_NJ
+        return self.numerics.index(rotate(q_NJI, table, impl=self.numerics.row_impl)), weight_NJ
 
 
 class Attention(nn.Module):
@@ -82,10 +83,10 @@ class Attention(nn.Module):
         c, heads = config, config.n_heads
         self.attn_sink = nn.Parameter(torch.zeros(heads))
         self.wq_a = QuantLinear(c.dim, c.q_lora_rank, numerics)
-        self.q_norm = RMSNorm(c.q_lora_rank, c.norm_eps)
+        self.q_norm = RMSNorm(c.q_lora_rank, c.norm_eps, numerics.row_impl)
         self.wq_b = QuantLinear(c.q_lora_rank, heads * c.head_dim, numerics)
         self.wkv = QuantLinear(c.dim, c.head_dim, numerics)
-        self.kv_norm = RMSNorm(c.head_dim, c.norm_eps)
+        self.kv_norm = RMSNorm(c.head_dim, c.norm_eps, numerics.row_impl)
         self.wo_a = QuantLinear(heads * c.head_dim // c.o_groups, c.o_groups * c.o_lora_rank, numerics)
         self.wo_b = QuantLinear(c.o_groups * c.o_lora_rank, c.dim, numerics)
         self.compressor = Compressor(c, spec.ratio, numerics) if spec.owns_rows else None
@@ -99,7 +100,7 @@ class Attention(nn.Module):
         table = rows.rotary(self._freq(h_ND))
         quantised_ND = self.numerics.activation(h_ND)
         rank_NQ = self.q_norm(self.wq_a.product(quantised_ND))
-        q_NHC = rotate(self.wq_b(rank_NQ).unflatten(1, (-1, self.config.head_dim)), table)
+        q_NHC = rotate(self.wq_b(rank_NQ).unflatten(1, (-1, self.config.head_dim)), table, impl=self.numerics.row_impl)
         window_NC = self.window_entries(h_ND, rows, quantised_ND)
         if publish:
             self.publish(h_ND, rows, memory)
@@ -107,12 +108,13 @@ class Attention(nn.Module):
         source = None if self.spec.ratio == 0 else shared.kv_source
         topk_NK = None if self.spec.ratio == 0 else shared.topk_NK
         out_NHC = memory.attend(self.spec.index, source, rows, q_NHC, window_NC, topk_NK, self.attn_sink)
-        return self._project_out(rotate(out_NHC, table, back=True)), shared
+        return self._project_out(rotate(out_NHC, table, back=True, impl=self.numerics.row_impl)), shared
 
     def window_entries(self, h_ND: Tensor, rows: Rows, quantised_ND: Tensor | None = None) -> Tensor:
         """Rotated, FP8-quantised window entries [N,C] of normed inputs."""
         quantised_ND = self.numerics.activation(h_ND) if quantised_ND is None else quantised_ND
-        kv_NC = rotate(self.kv_norm(self.wkv.product(quantised_ND)), rows.rotary(self._freq(h_ND)))
+        table = rows.rotary(self._freq(h_ND))
+        kv_NC = rotate(self.kv_norm(self.wkv.product(quantised_ND)), table, impl=self.numerics.row_impl)
         return self.numerics.activation(kv_NC)
 
     def publish(self, h_ND: Tensor, rows: Rows, memory: SharedMemory) -> None:
@@ -123,7 +125,8 @@ class Attention(nn.Module):
         groups = memory.group(self.spec.index, rows, self.spec.ratio, kv_NC, gate_NC)
         latent_GC = self.compressor.pool(groups)
         table = rotary_table(groups.positions_G, self._freq(h_ND))
-        memory.append(self.spec.index, rows, groups, rotate(latent_GC, table), self.indexer.keys(latent_GC, table))
+        main_GC = rotate(latent_GC, table, impl=self.numerics.row_impl)
+        memory.append(self.spec.index, rows, groups, main_GC, self.indexer.keys(latent_GC, table))
 
     def _select(self, h_ND: Tensor, rank_NQ: Tensor, rows: Rows, memory: SharedMemory, shared: Shared) -> Shared:
         if self.indexer is None:
@@ -137,11 +140,9 @@ class Attention(nn.Module):
         return Shared(kv_source=source, topk_NK=picked.topk_NK, candidates_NB=kept_NB)
 
     def _project_out(self, out_NHC: Tensor) -> Tensor:
-        groups = self.config.o_groups
-        weight = self.numerics.fp8_weight(self.wo_a.weight).to(out_NHC.dtype).unflatten(0, (groups, -1))
-        out_NGX = out_NHC.flatten(1).unflatten(1, (groups, -1))
-        parts = [linear(out_NGX[:, g], weight[g], impl=self.numerics.product_impl) for g in range(groups)]
-        return self.wo_b(torch.cat(parts, 1))
+        weight = self.numerics.fp8_weight(self.wo_a.weight).to(out_NHC.dtype)
+        impl, groups = self.numerics.product_impl, self.config.o_groups
+        return self.wo_b(linear(out_NHC.flatten(1), weight, groups=groups, impl=impl))
 
     def _freq(self, like: Tensor) -> Tensor:
         if self.freq_P.device != like.device:

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from kvist.config import LayerSpec, ModelConfig
 from kvist.kernels.linear import linear
+from kvist.kernels.rms_norm import rms_norm
 from kvist.model.numerics import Numerics
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean x^2 + eps) * weight in float32, rounded once to the dtype of x."""
+    """x * rsqrt(mean x^2 + eps) * weight in float32, rounded once to the dtype of x. `impl`: see `kernels.rms_norm`."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, impl: str = "ref") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.impl = eps, impl
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same shape and dtype."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
 
 class Linear(nn.Module):
@@ -57,12 +57,13 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs] in the dtype of x."""
-        return self.product(self.numerics.activation(x))
+        weight = self.numerics.fp8_weight(self.weight).to(x.dtype)
+        return linear(x, weight, form=self.numerics.activation_form, impl=self.numerics.product_impl)
 
     def product(self, quantised: Tensor) -> Tensor:
         """The product alone, for callers that share one quantised input."""
         weight = self.numerics.fp8_weight(self.weight).to(quantised.dtype)
-        return linear(quantised, weight, impl=self.numerics.product_impl)
+        return linear(quantised, weight, quantised=self.numerics.quantise, impl=self.numerics.product_impl)
 
 
 def inverse_frequencies(config: ModelConfig, spec: LayerSpec) -> Tensor:
@@ -88,15 +89,3 @@ def rotary_table(positions_N: Tensor, freq_P: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of float32(position) * frequency, the product itself rounded to float32. Each [N, P]."""
     angle_NP = positions_N.float().unsqueeze(1) * freq_P
     return angle_NP.cos(), angle_NP.sin()
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, back: bool = False) -> Tensor:
-    """Rotate the last 2P channels of [N, ..., C] in adjacent pairs (text RoPE is interleaved); `back` uses the conjugate."""
-    cos, sin = (t.view(t.shape[0], *(1,) * (x.dim() - 2), t.shape[1]) for t in table)
-    if back:
-        sin = -sin
-    width = 2 * cos.shape[-1]
-    still, turning = x[..., :-width], x[..., -width:].float().unflatten(-1, (-1, 2))
-    even, odd = turning.unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    return torch.cat([still, turned.to(x.dtype)], -1)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
-from kvist.kernels.elementwise import softplus
-from kvist.kernels.experts import ExpertBank, experts, swiglu
-from kvist.kernels.index_select import top_rows
-from kvist.kernels.linear import linear
+from kvist.kernels.experts import ExpertBank, experts
+from kvist.kernels.routing import route, scores_ref
 from kvist.model.layers import QuantLinear
 from kvist.model.numerics import Numerics
 
@@ -31,18 +29,22 @@ class Router(nn.Module):
 
     def scores(self, x_ND: Tensor) -> Tensor:
         """Unbiased scores [N,E], float32."""
-        logits_NE = linear(x_ND.float(), self.weight.float(), impl=self.numerics.product_impl)
-        return softplus(logits_NE / self.temperature).sqrt()
+        return scores_ref(x_ND, self.weight, temperature=self.temperature, impl=self.numerics.product_impl)
 
     def forward(self, x_ND: Tensor, text_N: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids [N,K] ascending and their weights [N,K] float32. Equal biased scores: the lower expert wins."""
-        scores_NE = self.scores(x_ND)
-        biased_NE = scores_NE.detach() + torch.where(text_N.unsqueeze(1), self.bias, self.bias_vl)
-        ids_NK = top_rows(biased_NE, torch.ones_like(biased_NE, dtype=torch.bool), self.n_active)
-        weights_NK = scores_NE.gather(1, ids_NK)
-        if self.normalise:
-            weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + 1e-20)
-        return ids_NK, weights_NK * self.scale
+        return route(
+            x_ND,
+            self.weight,
+            self.bias,
+            self.bias_vl,
+            text_N,
+            k=self.n_active,
+            temperature=self.temperature,
+            normalise=self.normalise,
+            scale=self.scale,
+            impl=self.numerics.product_impl,
+        )
 
 
 class Expert(nn.Module):
@@ -87,10 +89,16 @@ class MoE(nn.Module):
         """[N,D] -> [N,D]: routed outputs summed in float32, the shared expert added, rounded once."""
         n = self.numerics
         ids_NK, weights_NK = self.gate(x_ND, text_N)
-        quantised_ND = n.activation(x_ND)
-        routed_ND = experts(
-            quantised_ND, ids_NK, weights_NK, self.bank, limit=self.limit, quantise=n.activation, impl=n.product_impl
+        s = self.shared_experts
+        w1, w2, w3 = (n.fp8_weight(layer.weight).to(x_ND.dtype) for layer in (s.w1, s.w2, s.w3))
+        out_ND = experts(
+            n.activation(x_ND),
+            ids_NK,
+            weights_NK,
+            self.bank,
+            limit=self.limit,
+            form=n.activation_form,
+            shared=(w1, w2, w3),
+            impl=n.product_impl,
         )
-        shared = self.shared_experts
-        hidden_NF = swiglu(shared.w1.product(quantised_ND), shared.w3.product(quantised_ND), self.limit)
-        return (routed_ND + shared.w2(hidden_NF.to(x_ND.dtype)).float()).to(x_ND.dtype)
+        return out_ND.to(x_ND.dtype)

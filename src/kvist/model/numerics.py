@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvist.kernels.quantise import quantise
 from kvist.quant import (
     dequantise_fp4_weight,
     dequantise_fp8_weight,
-    fake_fp8,
-    fake_main_fp4,
-    fake_mxfp4,
     quantise_fp4_weight,
     quantise_fp8_weight,
     straight_through,
@@ -30,7 +28,7 @@ class Numerics:
     `dtype`: float32 or bfloat16 of activations and stored weights. `deterministic`: a row's bits never depend on what
     shares its batch or chunk. `quantise`: activations and caches pass the released quantisers (straight-through when
     gradients flow). `quantise_weights`: weights too, for training towards the released format. `impl`: `ref`, `wide` (sums
-    in float64, for judging) or the name of a faster set of operators.
+    in float64, for judging) or the name of a faster set of operators (`cpu`: native code, inference only).
     """
 
     dtype: torch.dtype = torch.float32
@@ -49,17 +47,27 @@ class Numerics:
         """Implementation of query-wise operators (attention, index selection)."""
         return "rows" if self.deterministic else self.impl
 
+    @property
+    def row_impl(self) -> str:
+        """Implementation of operators in which rows never meet (norms, rotation, quantisers)."""
+        return "cpu" if self.product_impl == "cpu" else "ref"
+
+    @property
+    def activation_form(self) -> str | None:
+        """The quantiser of a linear layer's input by name, None without quantisers."""
+        return "fp8" if self.quantise else None
+
     def activation(self, x: Tensor) -> Tensor:
         """FP8 fake quantisation of a linear layer's input and of window entries (groups of 32)."""
-        return straight_through(fake_fp8, x) if self.quantise else x
+        return quantise(x, "fp8", impl=self.row_impl) if self.quantise else x
 
     def index(self, x: Tensor) -> Tensor:
         """MXFP4 fake quantisation of index queries and keys (groups of 32)."""
-        return straight_through(fake_mxfp4, x) if self.quantise else x
+        return quantise(x, "mxfp4", impl=self.row_impl) if self.quantise else x
 
     def main(self, x: Tensor) -> Tensor:
         """FP4 fake quantisation of main rows (groups of 16, E4M3 scale)."""
-        return straight_through(fake_main_fp4, x) if self.quantise else x
+        return quantise(x, "main_fp4", impl=self.row_impl) if self.quantise else x
 
     def fp8_weight(self, w: Tensor) -> Tensor:
         """A weight as the FP8 32x32 format holds it, when training towards it."""

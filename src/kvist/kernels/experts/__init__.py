@@ -1,16 +1,15 @@
 """Routed experts: each row runs its chosen SwiGLU experts, weighted before the down projection (facts section 7).
 
-Implementations: `ref` (torch, expert by expert), `rows16` (the same on fixed row tiles: bits independent of the batch), `wide` (float64 sums).
+Implementations: `ref` (torch, expert by expert), `rows16` (the same on fixed row tiles: bits independent of the batch),
+`wide` (float64 sums), `cpu` (native, a thread's rows through all their experts in one call).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
+from kvist.kernels.experts.cpu import experts_cpu
 from kvist.kernels.experts.ref import ExpertBank, experts_ref, swiglu
-from kvist.kernels.linear import linear
 
 __all__ = ["ExpertBank", "experts", "swiglu"]
 
@@ -22,16 +21,18 @@ def experts(
     bank: ExpertBank,
     *,
     limit: float,
-    quantise: Callable[[Tensor], Tensor],
+    form: str | None,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
     impl: str = "ref",
 ) -> Tensor:
-    """Sum over each row's experts, float32 [N,D], added in ascending expert id.
+    """Sum over each row's experts, float32 [N,D], added in ascending expert id; `shared` (w1, w2, w3) runs every row, added last.
 
-    `x_ND` is already activation-quantised; `quantise` is applied to the weighted hidden activation before w2.
-    `ids_NK` int64, -1 for none; `weights_NK` float32. Raises ValueError for an unknown `impl`.
+    `x_ND` is already activation-quantised; `form` names the quantiser of the weighted hidden activation before w2 (None:
+    none, and x is not quantised either). `ids_NK` int64, -1 for none; `weights_NK` float32. Raises ValueError for an
+    unknown `impl`.
     """
+    if impl == "cpu":
+        return experts_cpu(x_ND, ids_NK, weights_NK, bank, limit=limit, form=form, shared=shared)
     if impl not in ("ref", "rows16", "wide"):
-        raise ValueError(f"experts have no impl {impl!r}; known: ref, rows16, wide")
-    return experts_ref(
-        x_ND, ids_NK, weights_NK, bank, limit=limit, quantise=quantise, product=lambda x, w: linear(x, w, impl=impl)
-    )
+        raise ValueError(f"experts have no impl {impl!r}; known: ref, rows16, wide, cpu")
+    return experts_ref(x_ND, ids_NK, weights_NK, bank, limit=limit, form=form, shared=shared, impl=impl)

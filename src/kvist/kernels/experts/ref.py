@@ -5,13 +5,13 @@ Shapes: N rows, D model width, F expert width, K experts a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvist.kernels.elementwise import silu
+from kvist.kernels.linear import linear
 
 
 class ExpertBank(Protocol):
@@ -35,8 +35,9 @@ def experts_ref(
     bank: ExpertBank,
     *,
     limit: float,
-    quantise: Callable[[Tensor], Tensor],
-    product: Callable[[Tensor, Tensor], Tensor],
+    form: str | None,
+    shared: tuple[Tensor, Tensor, Tensor] | None,
+    impl: str,
 ) -> Tensor:
     """See `experts`. The routing weight multiplies the hidden activation, so it is inside w2's quantisation."""
     out_ND = torch.zeros(x_ND.shape, dtype=torch.float32, device=x_ND.device)
@@ -44,7 +45,12 @@ def experts_ref(
         row, slot = (ids_NK == index).nonzero(as_tuple=True)
         w1_FD, w2_DF, w3_FD = bank.expert(index)
         x_nD = x_ND[row]
-        hidden_nF = swiglu(product(x_nD, w1_FD), product(x_nD, w3_FD), limit) * weights_NK[row, slot].unsqueeze(1)
-        y_nD = product(quantise(hidden_nF.to(x_ND.dtype)), w2_DF)
+        hidden_nF = swiglu(linear(x_nD, w1_FD, impl=impl), linear(x_nD, w3_FD, impl=impl), limit)
+        hidden_nF = hidden_nF * weights_NK[row, slot].unsqueeze(1)
+        y_nD = linear(hidden_nF.to(x_ND.dtype), w2_DF, form=form, impl=impl)
         out_ND = out_ND.index_add(0, row, y_nD.float())
-    return out_ND
+    if shared is None:
+        return out_ND
+    w1_FD, w2_DF, w3_FD = shared
+    hidden_NF = swiglu(linear(x_ND, w1_FD, impl=impl), linear(x_ND, w3_FD, impl=impl), limit)
+    return out_ND + linear(hidden_NF.to(x_ND.dtype), w2_DF, form=form, impl=impl).float()

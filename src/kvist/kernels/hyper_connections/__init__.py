@@ -1,13 +1,15 @@
 """Single-pass manifold hyper-connections (report 2.4.1): what happens to the four streams around a sublayer.
 
 `enter` turns the streams into the sublayer's normed input and this sublayer's coefficients; `leave` folds the sublayer's
-output back. Implementations: `ref` (torch), `rows16` and `wide` (the projection on fixed row tiles, or summed in float64). Facts section 2.
+output back. Implementations: `ref` (torch), `rows16` and `wide` (the projection on fixed row tiles, or summed in float64), `cpu`
+(native, fused). Facts section 2.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kvist.kernels.hyper_connections.cpu import enter_cpu, leave_cpu
 from kvist.kernels.hyper_connections.ref import Mix, enter_ref, leave_ref, sinkhorn_coefficients
 
 __all__ = ["Mix", "enter", "leave", "sinkhorn_coefficients"]
@@ -31,8 +33,12 @@ def enter(
     The input is collapsed with the *previous* sublayer's `pre` (that is the single pass); the coefficients come from the
     same streams in float32. Raises ValueError for an unknown `impl`.
     """
+    if impl == "cpu":
+        return enter_cpu(
+            x_NSD, pre_NS, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps
+        )
     if impl not in ("ref", "rows16", "wide"):
-        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide")
+        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide, cpu")
     return enter_ref(
         x_NSD,
         pre_NS,
@@ -49,6 +55,8 @@ def enter(
 
 def leave(y_ND: Tensor, x_NSD: Tensor, mix: Mix, *, impl: str = "ref") -> Tensor:
     """Sublayer output [N,D] and its input streams [N,S,D] -> next streams [N,S,D] in the streams' dtype."""
+    if impl == "cpu":
+        return leave_cpu(y_ND, x_NSD, mix)
     if impl not in ("ref", "rows16", "wide"):
-        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide")
+        raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide, cpu")
     return leave_ref(y_ND, x_NSD, mix)

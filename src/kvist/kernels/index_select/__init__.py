@@ -1,13 +1,14 @@
 """Index scores, top-k and candidate blocks (report 2.3 and 2.3.1, facts section 5). Ties: the lower index wins.
 
 Implementations: `ref` (torch, tiles of queries), `rows` (torch, one query at a time: bits independent of the batch),
-`wide` (float64 sums).
+`wide` (float64 sums), `cpu` (native).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kvist.kernels.index_select.cpu import select_cpu
 from kvist.kernels.index_select.ref import Selection, index_scores, select_ref, select_rows, select_wide, top_rows
 
 __all__ = ["Selection", "index_scores", "select", "top_rows"]
@@ -32,7 +33,7 @@ def select(
     choice; `publish_blocks` > 0 also returns that many best blocks of the visible rows, the newest one always kept.
     Returns row ids [N,k] ascending padded with -1 (a pool below k leaves -1, never a masked row), and block ids or None.
     """
-    run = {"ref": select_ref, "rows": select_rows, "wide": select_wide}.get(impl)
+    run = {"ref": select_ref, "rows": select_rows, "wide": select_wide, "cpu": select_cpu}.get(impl)
     if run is None:
-        raise ValueError(f"index_select has no impl {impl!r}; known: ref, rows, wide")
+        raise ValueError(f"index_select has no impl {impl!r}; known: ref, rows, wide, cpu")
     return run(q_NJI, weight_NJ, keys_MI, visible_N, k=k, block_size=block_size, pool_NB=pool_NB, publish_blocks=publish_blocks)

@@ -1,7 +1,7 @@
 """Joint attention over a window and selected compressed rows with one softmax and a sink (report 2.3, facts section 3).
 
 Implementations: `ref` (torch, tiles of queries), `rows` (torch, one query at a time: bits independent of the batch),
-`wide` (float64 arithmetic).
+`wide` (float64 arithmetic), `cpu` (native).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvist.kernels.sparse_attention.cpu import sparse_attention_cpu
 from kvist.kernels.sparse_attention.ref import sparse_attention_ref, sparse_attention_rows
 
 
@@ -36,4 +37,6 @@ def sparse_attention(
         return sparse_attention_ref(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, wide=torch.float64)
     if impl == "rows":
         return sparse_attention_rows(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, window=window)
-    raise ValueError(f"sparse_attention has no impl {impl!r}; known: ref, rows, wide")
+    if impl == "cpu":
+        return sparse_attention_cpu(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, window=window)
+    raise ValueError(f"sparse_attention has no impl {impl!r}; known: ref, rows, wide, cpu")

@@ -1,0 +1,23 @@
+"""Native CPU operators: plain C built on first use, called through ctypes. See `build.py`, `calls.py` and `packed.py`.
+
+Owns the shared library and packed copies of weights. Must not know layers, caches or requests.
+"""
+
+from kvist.kernels.native.build import NativeBuildError, library
+from kvist.kernels.native.calls import empty, f32, format_code, i64, native_or_none, reference_runs, refuse_gradients, threads
+from kvist.kernels.native.packed import Packed, packed
+
+__all__ = [
+    "NativeBuildError",
+    "Packed",
+    "empty",
+    "f32",
+    "format_code",
+    "i64",
+    "library",
+    "native_or_none",
+    "packed",
+    "reference_runs",
+    "refuse_gradients",
+    "threads",
+]

@@ -1,0 +1,113 @@
+"""Builds the C sources of this folder into one shared library on first use and loads it.
+
+The library lies in a per-user cache folder under a name made of the sources, the compiler, its flags and the processor's
+features, so that a changed source or another machine builds anew. `KVIST_NATIVE_CACHE` moves the folder. Must not know
+what the functions compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+LOG = logging.getLogger("kvist.kernels")
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-Wno-psabi")
+
+
+class NativeBuildError(RuntimeError):
+    """The compiler is there but did not accept the sources; the message holds its words."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, built if need be; None, said once in the log, where there is no C compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        LOG.warning("no C compiler (cc, gcc or clang) on PATH: impl 'cpu' runs the reference operators, several times slower")
+        return None
+    path = cache_folder() / f"kvist-{digest(compiler)}.so"
+    if not path.exists():
+        build(compiler, path)
+        LOG.info("native operators built: %s", path)
+    return ctypes.CDLL(str(path))
+
+
+def find_compiler() -> str | None:
+    """$CC if it is set, else the first of cc, gcc, clang on PATH."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def machine_flags() -> tuple[str, ...]:
+    """What makes the compiler use this processor: -march=native on x86-64, -mcpu=native elsewhere."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64", "i686") else ("-mcpu=native",)
+
+
+def digest(compiler: str) -> str:
+    """Hash of everything the library's bytes depend on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    parts = [version, " ".join(FLAGS + machine_flags()).encode(), _processor()]
+    for source in sorted(FOLDER.glob("*.[ch]")):
+        parts += [source.name.encode(), source.read_bytes()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def cache_folder() -> Path:
+    """A folder only this user writes; a fresh temporary one if the home folder cannot be written."""
+    base = os.environ.get("KVIST_NATIVE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "kvist", "native"
+    )
+    folder = Path(base)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="kvist-native-"))
+        LOG.warning("cannot use %s (%s): native operators are built in %s for this process only", base, error, folder)
+    if folder.stat().st_uid != os.getuid():
+        raise NativeBuildError(f"{folder} belongs to another user; set KVIST_NATIVE_CACHE to a folder of your own")
+    return folder
+
+
+def build(compiler: str, path: Path) -> None:
+    """Compile all sources side by side, link, and move the library to `path` in one step. Raises NativeBuildError."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        for machine in (machine_flags(), ()):
+            objects, failure = _compile([compiler, *FLAGS, *machine], Path(scratch))
+            if not failure:
+                break
+            LOG.warning("%s rejects %s; building for the plain architecture", compiler, " ".join(machine) or "the sources")
+        if failure:
+            raise NativeBuildError(f"{compiler} cannot build the native operators; use impl 'ref' or set CC. It says:\n{failure}")
+        library_path = Path(scratch) / path.name
+        link = [compiler, "-shared", "-pthread", "-o", str(library_path), *map(str, objects), "-lm"]
+        result = subprocess.run(link, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise NativeBuildError(f"{compiler} cannot link the native operators:\n{result.stderr}")
+        os.replace(library_path, path)
+
+
+def _compile(command: list[str], scratch: Path) -> tuple[list[Path], str]:
+    running = []
+    for source in sorted(FOLDER.glob("*.c")):
+        target = scratch / f"{source.stem}.o"
+        arguments = [*command, "-c", str(source), "-o", str(target)]
+        running.append((target, subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)))
+    failures = [process.communicate()[1] for _, process in running]
+    failed = any(process.returncode for _, process in running)
+    return [target for target, _ in running], "\n".join(failures) if failed else ""
+
+
+def _processor() -> bytes:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = [line for line in lines if line.lower().startswith(("flags", "features", "model name"))]
+    return "\n".join(features[:2] or [platform.machine(), platform.processor()]).encode()

@@ -1,0 +1,86 @@
+"""What every native call needs: argument types, contiguous float32 inputs, outputs, the number of threads.
+
+Must not know what the operators mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.native.build import library
+
+LOG = logging.getLogger("kvist.kernels")
+FORMATS = {"fp8": 0, "mxfp4": 1, "main_fp4": 2}
+
+_CODES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_SIGNATURES = {
+    "kvist_quantise": "ppnnii",
+    "kvist_pack": "pnnip",
+    "kvist_linear": "pnnnpinpiii",
+    "kvist_rms_norm": "pppnnfi",
+    "kvist_rotate": "ppppnnnnii",
+    "kvist_enter": "pppippppppp" + "nnniffi",
+    "kvist_leave": "pppppnnni",
+    "kvist_route": "pnpinnpppnfifppi",
+    "kvist_experts": "ppppppp" + "nnnnnfii",
+    "kvist_attend": "ppppppp" + "nnnnnii",
+    "kvist_select": "ppppppp" + "nnnnnnnni",
+}
+
+
+@cache
+def native_or_none() -> ctypes.CDLL | None:
+    """The library with its argument types set, or None where there is no compiler (the caller then runs the reference)."""
+    native = library()
+    if native is not None:
+        for name, codes in _SIGNATURES.items():
+            function = getattr(native, name)
+            function.argtypes = [_CODES[code] for code in codes]
+            function.restype = ctypes.c_int if name == "kvist_pack" else None
+    return native
+
+
+def f32(x: Tensor) -> Tensor:
+    """The same values as contiguous float32 on the CPU; no copy if they are that already."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x
+    return x.to(torch.float32).contiguous()
+
+
+def i64(x: Tensor) -> Tensor:
+    """The same integers as contiguous int64."""
+    return x if x.dtype is torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
+
+
+def empty(*shape: int) -> Tensor:
+    """Uninitialised float32 that the callee fills completely."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def threads() -> int:
+    """As many threads as torch may use."""
+    return torch.get_num_threads()
+
+
+def format_code(name: str) -> int:
+    """The library's number of a quantiser. Raises ValueError for an unknown one."""
+    if name not in FORMATS:
+        raise ValueError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Native operators have no backward pass: raise ValueError rather than cut a graph without a word."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError("impl 'cpu' has no gradients; train with impl 'ref' or wrap inference in torch.no_grad()")
+
+
+@cache
+def reference_runs(operator: str, kind: str) -> None:
+    """Say once that an operator of impl `cpu` has no native code for this kind of input and runs the reference."""
+    LOG.warning("impl 'cpu' of %s runs the reference operator for %s; native code takes float32", operator, kind)

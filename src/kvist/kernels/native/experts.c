@@ -1,0 +1,159 @@
+/* Routing and routed experts: scores, exact top-k with the lower id winning ties, SwiGLU experts over blocks of rows.
+ *
+ * A thread owns rows and runs all their experts in ascending id, so sums need no locks and do not depend on the batch.
+ */
+#include "kvist.h"
+
+typedef struct {
+    const float *x, *bias_text, *bias_image;
+    const uint8_t *text;
+    weight_t gate;
+    int64_t *ids;
+    float *weights;
+    int64_t active;
+    float temperature, scale;
+    int normalise;
+} route_job;
+
+static void route_row(const route_job *job, const float *logits, float *score, float *biased, int64_t row)
+{
+    int64_t experts = job->gate.outputs, k = job->active;
+    const float *bias = job->text[row] ? job->bias_text : job->bias_image;
+    for (int64_t e = 0; e < experts; e++) {
+        float z = logits[e] / job->temperature;
+        score[e] = sqrtf(z > 20.0f ? z : log1pf(expf(z)));
+        biased[e] = score[e] + bias[e];
+    }
+    int64_t *ids = job->ids + row * k;
+    float *weights = job->weights + row * k, total = 0;
+    for (int64_t n = 0; n < k; n++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < experts; e++)
+            if (biased[e] > -INFINITY && (best < 0 || biased[e] > biased[best])) best = e;
+        ids[n] = best;
+        if (best < 0) continue;
+        biased[best] = -INFINITY;
+        int64_t at = n;
+        for (; at > 0 && ids[at - 1] > best; at--) ids[at] = ids[at - 1];
+        ids[at] = best;
+    }
+    for (int64_t n = 0; n < k; n++) total += weights[n] = ids[n] < 0 ? 0.0f : score[ids[n]];
+    for (int64_t n = 0; n < k; n++) weights[n] = (job->normalise ? weights[n] / (total + 1e-20f) : weights[n]) * job->scale;
+}
+
+enum { ROUTE_ROWS = 16 };
+
+static void route_range(void *context, int64_t first, int64_t stop)
+{
+    const route_job *job = context;
+    int64_t experts = job->gate.outputs, inputs = job->gate.inputs;
+    float *buffer = malloc((size_t)((ROUTE_ROWS + 2) * experts) * 4);
+    float *score = buffer + ROUTE_ROWS * experts, *biased = score + experts;
+    for (int64_t at = first; at < stop; at += ROUTE_ROWS) {
+        int64_t rows = stop - at < ROUTE_ROWS ? stop - at : ROUTE_ROWS;
+        product_rows(job->x + at * inputs, inputs, rows, job->gate, buffer, experts, 0, NULL);
+        for (int64_t r = 0; r < rows; r++) route_row(job, buffer + r * experts, score, biased, at + r);
+    }
+    free(buffer);
+}
+
+void kvist_route(const float *x, int64_t rows, const void *gate, int kind, int64_t experts, int64_t inputs,
+                 const float *bias_text, const float *bias_image, const uint8_t *text, int64_t active, float temperature,
+                 int normalise, float scale, int64_t *ids, float *weights, int threads)
+{
+    weight_t w = {gate, experts, inputs, kind};
+    route_job job = {x, bias_text, bias_image, text, w, ids, weights, active, temperature, scale, normalise};
+    parallel_ranges(route_range, &job, rows, rows < 16 ? 1 : threads);
+}
+
+/* `tables` holds, for each listed expert, pointers to packed w1, w2 and w3; `expert_ids` ascending, a trailing shared
+ * expert has id -1 and runs every row with weight 1. */
+typedef struct {
+    const float *x;
+    const int64_t *ids;
+    const float *weights;
+    const void *const *tables;
+    const int64_t *expert_ids;
+    const int32_t *kinds;
+    float *out;
+    int64_t active, experts, width, hidden;
+    float limit;
+    int quantise;
+} experts_job;
+
+enum { EXPERT_ROWS = 32 };
+
+static void swiglu_row(float *gate, const float *up, int64_t n, float limit, float weight)
+{
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        v16 g = load16(gate + i), u = load16(up + i), top = fill16(limit), bottom = fill16(-limit);
+        i16v over = g > top, high = u > top, low = u < bottom, far = g < fill16(-80.0f);
+        g = (v16)((over & (i16v)top) | (~over & (i16v)g));
+        u = (v16)((high & (i16v)top) | (~high & (i16v)u));
+        u = (v16)((low & (i16v)bottom) | (~low & (i16v)u));
+        v16 e = exp16(-(v16)((far & (i16v)fill16(-80.0f)) | (~far & (i16v)g)));
+        store16(gate + i, g * (1.0f / (1.0f + e)) * u * weight);
+    }
+    for (; i < n; i++) {
+        float g = gate[i] > limit ? limit : gate[i], u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+        gate[i] = g * (1.0f / (1.0f + expf(-(g < -80.0f ? -80.0f : g)))) * u * weight;
+    }
+}
+
+/* Up to EXPERT_ROWS rows of one expert; `index` names them, `share` their weights. */
+static void expert_block(const experts_job *job, int64_t e, const int64_t *index, const float *share, int64_t rows, float *buffer)
+{
+    int64_t d = job->width, f = job->hidden;
+    float *x = buffer, *gate = x + EXPERT_ROWS * d, *up = gate + EXPERT_ROWS * f, *y = up + EXPERT_ROWS * f;
+    uint32_t *pairs = (uint32_t *)(y + EXPERT_ROWS * d);
+    weight_t w1 = {job->tables[3 * e], f, d, job->kinds[e]};
+    weight_t w2 = {job->tables[3 * e + 1], d, f, job->kinds[e]};
+    weight_t w3 = {job->tables[3 * e + 2], f, d, job->kinds[e]};
+    for (int64_t r = 0; r < rows; r++) memcpy(x + r * d, job->x + index[r] * d, (size_t)d * 4);
+    product_rows(x, d, rows, w1, gate, f, job->quantise, pairs);
+    product_rows(x, d, rows, w3, up, f, job->quantise, pairs);
+    for (int64_t r = 0; r < rows; r++) {
+        swiglu_row(gate + r * f, up + r * f, f, job->limit, share[r]);
+        if (job->quantise) quantise_row(gate + r * f, gate + r * f, f, FORMAT_FP8);
+    }
+    product_rows(gate, f, rows, w2, y, d, job->quantise, pairs);
+    for (int64_t r = 0; r < rows; r++) {
+        float *out = job->out + index[r] * d;
+        for (int64_t c = 0; c < d; c++) out[c] += y[r * d + c];
+    }
+}
+
+static void experts_range(void *context, int64_t first, int64_t stop)
+{
+    const experts_job *job = context;
+    int64_t d = job->width, f = job->hidden, k = job->active, index[EXPERT_ROWS], most = d > f ? d : f;
+    float share[EXPERT_ROWS];
+    float *buffer = malloc((size_t)(EXPERT_ROWS * (2 * d + 2 * f + most + 2)) * 4);
+    memset(job->out + first * d, 0, (size_t)((stop - first) * d) * 4);
+    for (int64_t e = 0; e < job->experts; e++) {
+        int64_t rows = 0;
+        for (int64_t r = first; r < stop; r++) {
+            int64_t slot = -1;
+            for (int64_t n = 0; n < k && job->expert_ids[e] >= 0; n++)
+                if (job->ids[r * k + n] == job->expert_ids[e]) slot = n;
+            if (slot < 0 && job->expert_ids[e] >= 0) continue;
+            index[rows] = r;
+            share[rows++] = slot < 0 ? 1.0f : job->weights[r * k + slot];
+            if (rows == EXPERT_ROWS) {
+                expert_block(job, e, index, share, rows, buffer);
+                rows = 0;
+            }
+        }
+        if (rows) expert_block(job, e, index, share, rows, buffer);
+    }
+    free(buffer);
+}
+
+void kvist_experts(const float *x, const int64_t *ids, const float *weights, const void *const *tables, const int64_t *expert_ids,
+                   const int32_t *kinds, float *out, int64_t rows, int64_t active, int64_t experts, int64_t width, int64_t hidden,
+                   float limit, int quantise, int threads)
+{
+    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, active, experts, width, hidden, limit, quantise};
+    parallel_ranges(experts_range, &job, rows, rows < 4 ? 1 : threads);
+}

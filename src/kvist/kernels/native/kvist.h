@@ -1,0 +1,100 @@
+/* Shared by all native operators: vector types, bfloat16, exp, the number formats' roundings, the thread pool's interface.
+ *
+ * Vectors are GCC/Clang vector extensions, which compile to AVX-512, AVX2, SSE or NEON alike; intrinsics stand behind
+ * #ifdef only. Must not know layers or caches. Values are float32 everywhere; sums are float32.
+ */
+#ifndef KVIST_H
+#define KVIST_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef float v8 __attribute__((vector_size(32)));
+typedef int32_t i8v __attribute__((vector_size(32)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE v16 load16(const float *p) { v16 v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store16(float *p, v16 v) { memcpy(p, &v, sizeof v); }
+INLINE v8 load8(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store8(float *p, v8 v) { memcpy(p, &v, sizeof v); }
+INLINE v16 fill16(float x) { return (v16){0} + x; }
+INLINE v8 fill8(float x) { return (v8){0} + x; }
+
+INLINE float sum16(v16 v)
+{
+    float lane[16], s = 0;
+    store16(lane, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    s += lane[0];
+    return s;
+}
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+/* Nearest bfloat16, ties to even, as the upper half of a float32; NaN stays NaN. */
+INLINE uint32_t bf16_bits(float x)
+{
+    uint32_t u = bits_of(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (u >> 16) | 0x40u;
+    return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+}
+
+/* exp in lanes, about 1 ulp for -87 < x < 88; 0 below, large values saturate. NaN gives NaN. */
+#define DEFINE_EXP(NAME, V, I)                                                                                        \
+    INLINE V NAME(V x)                                                                                                \
+    {                                                                                                                 \
+        V low = (V){0} - 87.3f, high = (V){0} + 88.3f;                                                                \
+        I under = x < low;                                                                                            \
+        V t = (V)((under & (I)low) | (~under & (I)x));                                                                \
+        I over = t > high; t = (V)((over & (I)high) | (~over & (I)t));                                                \
+        V magic = (V){0} + 12582912.0f;                                                                               \
+        V n = (t * 1.44269504088896341f + magic) - magic;                                                             \
+        V r = t - n * 0.693359375f;                                                                                   \
+        r = r + n * 2.12194440e-4f;                                                                                   \
+        V p = (V){0} + 1.9875691500e-4f;                                                                              \
+        p = p * r + 1.3981999507e-3f;                                                                                 \
+        p = p * r + 8.3334519073e-3f;                                                                                 \
+        p = p * r + 4.1665795894e-2f;                                                                                 \
+        p = p * r + 1.6666665459e-1f;                                                                                 \
+        p = p * r + 5.0000001201e-1f;                                                                                 \
+        p = p * r * r + r + 1.0f;                                                                                     \
+        I e = (__builtin_convertvector(n, I) + 127) << 23;                                                            \
+        p = p * (V)e;                                                                                                 \
+        return (V)(~under & (I)p);                                                                                    \
+    }
+DEFINE_EXP(exp16, v16, i16v)
+DEFINE_EXP(exp8, v8, i8v)
+
+/* The formats of activations and cache rows; see kvist.quant for the meaning. */
+enum { FORMAT_FP8 = 0, FORMAT_MXFP4 = 1, FORMAT_MAIN_FP4 = 2 };
+void quantise_row(const float *x, float *y, int64_t n, int format);
+
+/* A weight [outputs, inputs] in panels of 16 outputs: lanes are outputs, so products need no sum across lanes.
+ * kind 0: bfloat16 pairs, uint32 [panels][ceil(inputs / 2)][16]; kind 1: float32 [panels][inputs][16]. */
+enum { WEIGHT_BF16 = 0, WEIGHT_F32 = 1 };
+typedef struct {
+    const void *data;
+    int64_t outputs, inputs;
+    int kind;
+} weight_t;
+
+/* y[r][0..outputs) = x[r] W^T for `rows` rows on the calling thread. `exact`: x holds bfloat16 values.
+ * `pairs` is scratch for rows * ceil(inputs / 2) words. Sums run over inputs in ascending order, whatever `rows` is. */
+void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs);
+/* The same for panels first..stop-1 only; y points at output 0. */
+void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
+                    int64_t first, int64_t stop);
+
+/* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */
+typedef void (*range_task)(void *context, int64_t first, int64_t stop);
+void parallel_ranges(range_task task, void *context, int64_t count, int threads);
+
+#endif

@@ -1,0 +1,94 @@
+/* A small thread pool: ranges of rows go to workers that sleep between calls. Knows nothing of what they compute.
+ *
+ * Workers are made on first use and again after a fork (a child inherits no threads). One call at a time uses the pool;
+ * a second caller meanwhile runs alone on its own thread, which gives the same bits, because rows do not share sums.
+ */
+#include "kvist.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+enum { MOST_WORKERS = 63 };
+
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, idle = PTHREAD_COND_INITIALIZER;
+static int workers, invited, running;
+static uint64_t round_number;
+static range_task task;
+static void *context;
+static int64_t count, step;
+static atomic_llong next_start;
+static int fork_hook;
+
+static void work(void)
+{
+    int64_t start;
+    while ((start = atomic_fetch_add(&next_start, step)) < count)
+        task(context, start, start + step < count ? start + step : count);
+}
+
+static void *worker(void *seat_as_pointer)
+{
+    int seat = (int)(intptr_t)seat_as_pointer;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (seen == round_number || seat >= invited) {
+            seen = round_number;
+            pthread_cond_wait(&wake, &lock);
+        }
+        seen = round_number;
+        pthread_mutex_unlock(&lock);
+        work();
+        pthread_mutex_lock(&lock);
+        if (--running == 0) pthread_cond_signal(&idle);
+    }
+    return NULL;
+}
+
+static void after_fork(void)
+{
+    workers = invited = running = 0;
+    pthread_mutex_init(&owner, NULL);
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&wake, NULL);
+    pthread_cond_init(&idle, NULL);
+}
+
+static void hire(int wanted)
+{
+    if (!fork_hook) fork_hook = pthread_atfork(NULL, NULL, after_fork) == 0;
+    while (workers < wanted && workers < MOST_WORKERS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, (void *)(intptr_t)workers)) break;
+        pthread_detach(thread);
+        workers++;
+    }
+}
+
+void parallel_ranges(range_task run, void *with, int64_t total, int threads)
+{
+    if (total <= 0) return;
+    if (threads <= 1 || total == 1 || pthread_mutex_trylock(&owner)) {
+        run(with, 0, total);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    hire(threads - 1);
+    task = run, context = with, count = total;
+    int helpers = workers < threads - 1 ? workers : threads - 1;
+    /* Several ranges a thread: a thread that loses its core to another program then delays one range only. */
+    step = (total + 4 * (helpers + 1) - 1) / (4 * (helpers + 1));
+    atomic_store(&next_start, 0);
+    invited = running = helpers;
+    round_number++;
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&lock);
+    work();
+    pthread_mutex_lock(&lock);
+    while (running) pthread_cond_wait(&idle, &lock);
+    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&owner);
+}

@@ -1,0 +1,190 @@
+/* Products of rows with packed weights: packing, the register tiles, and the threaded entry point.
+ *
+ * Every output is summed over inputs in ascending order in one lane, so a row's bits depend on the row alone. With
+ * AVX512-BF16 and rows that hold bfloat16 values, pairs go through the dot instruction (float32 sums). Knows no layer.
+ */
+#include "kvist.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+INLINE v16 upper(u16v pairs) { return (v16)(pairs & 0xffff0000u); }
+INLINE v16 lower(u16v pairs) { return (v16)(pairs << 16); }
+
+enum { USE_DOT = 0, USE_PAIRS = 1, USE_F32 = 2 };
+
+/* R rows x P panels in registers. `mode`, `R` and `P` are constants after inlining. */
+INLINE void tile(const int mode, const int R, const int P, const float *x, int64_t ldx, const uint32_t *pairs, int64_t ldp,
+                 weight_t w, int64_t panel, float *y, int64_t ldy)
+{
+    const int64_t depth = mode == USE_F32 ? w.inputs : (w.inputs + 1) / 2;
+    const uint32_t *data = (const uint32_t *)w.data + panel * depth * 16;
+    v16 acc[8][8];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) acc[r][p] = (v16){0};
+    const int64_t whole = mode == USE_PAIRS ? w.inputs / 2 : depth;
+    for (int64_t k = 0; k < whole; k++) {
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            u16v word;
+            memcpy(&word, data + (p * depth + k) * 16, 64);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                if (mode == USE_F32) acc[r][p] += x[r * ldx + k] * (v16)word;
+                else if (mode == USE_PAIRS) {
+                    acc[r][p] += x[r * ldx + 2 * k] * lower(word);
+                    acc[r][p] += x[r * ldx + 2 * k + 1] * upper(word);
+                }
+#ifdef __AVX512BF16__
+                else
+                    acc[r][p] = (v16)_mm512_dpbf16_ps((__m512)acc[r][p], (__m512bh)word,
+                                                      (__m512bh)_mm512_set1_epi32((int)pairs[r * ldp + k]));
+#endif
+            }
+        }
+    }
+    if (mode == USE_PAIRS && whole < depth)
+        for (int p = 0; p < P; p++) {
+            u16v word;
+            memcpy(&word, data + (p * depth + whole) * 16, 64);
+            for (int r = 0; r < R; r++) acc[r][p] += x[r * ldx + 2 * whole] * lower(word);
+        }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            int64_t at = (panel + p) * 16, left = w.outputs - at;
+            if (left >= 16) store16(y + r * ldy + at, acc[r][p]);
+            else memcpy(y + r * ldy + at, &acc[r][p], (size_t)left * 4);
+        }
+}
+
+#define TILE(R, P) tile(mode, R, P, x + r * ldx, ldx, pairs + r * ldp, ldp, w, panel, y + r * ldy, ldy)
+
+INLINE void all_tiles(const int mode, const float *x, int64_t ldx, const uint32_t *pairs, int64_t ldp, int64_t rows, weight_t w,
+                      float *y, int64_t ldy, int64_t first, int64_t stop)
+{
+    int64_t r = 0;
+    if (rows >= 4)
+        for (int64_t panel = first; panel < stop;) { /* a few panels stay in cache while all rows pass */
+            int64_t wide = stop - panel >= 4 ? 4 : stop - panel >= 2 ? 2 : 1;
+            for (r = 0; r + 4 <= rows; r += 4) {
+                if (wide == 4) TILE(4, 4);
+                else if (wide == 2) TILE(4, 2);
+                else TILE(4, 1);
+            }
+            panel += wide;
+        }
+    for (; r < rows; r++)
+        for (int64_t panel = first; panel < stop;) {
+            if (stop - panel >= 8) { TILE(1, 8); panel += 8; }
+            else if (stop - panel >= 4) { TILE(1, 4); panel += 4; }
+            else { TILE(1, 1); panel += 1; }
+        }
+}
+
+void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
+                    int64_t first, int64_t stop)
+{
+    if (w.kind == WEIGHT_F32) {
+        all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
+        return;
+    }
+#ifdef __AVX512BF16__
+    if (exact) {
+        int64_t depth = (w.inputs + 1) / 2;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < depth; k++) {
+                uint32_t high = 2 * k + 1 < w.inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
+                pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
+            }
+        all_tiles(USE_DOT, x, ldx, pairs, depth, rows, w, y, ldy, first, stop);
+        return;
+    }
+#endif
+    all_tiles(USE_PAIRS, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
+}
+
+void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs)
+{
+    product_panels(x, ldx, rows, w, y, ldy, exact, pairs, 0, (w.outputs + 15) / 16);
+}
+
+/* w float32 [outputs, inputs] -> packed panels; returns 0 and leaves garbage if kind is bfloat16 and a value does not fit. */
+int kvist_pack(const float *w, int64_t outputs, int64_t inputs, int kind, void *packed)
+{
+    int64_t panels = (outputs + 15) / 16, depth = kind == WEIGHT_F32 ? inputs : (inputs + 1) / 2;
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t lane = 0; lane < 16; lane++) {
+                int64_t o = p * 16 + lane;
+                uint32_t word = 0;
+                if (o < outputs && kind == WEIGHT_F32) word = bits_of(w[o * inputs + k]);
+                else if (o < outputs) {
+                    uint32_t low = bits_of(w[o * inputs + 2 * k]);
+                    uint32_t high = 2 * k + 1 < inputs ? bits_of(w[o * inputs + 2 * k + 1]) : 0;
+                    if ((low | high) & 0xffffu) return 0;
+                    word = (low >> 16) | high;
+                }
+                ((uint32_t *)packed)[(p * depth + k) * 16 + lane] = word;
+            }
+    return 1;
+}
+
+typedef struct {
+    const float *x;
+    float *y, *scratch;
+    int64_t rows, ldx, ldy, groups;
+    weight_t w;
+    int format, exact, by_panel;
+} linear_job;
+
+enum { BLOCK_ROWS = 64 };
+
+/* `format` >= 0: quantise the input rows on the way. Groups: x [rows, groups, inputs] with weight panels group by group. */
+static void linear_block(const linear_job *job, int64_t row, int64_t rows, int64_t first, int64_t stop, float *buffer)
+{
+    int64_t inputs = job->w.inputs, width = inputs * job->groups, each = job->w.outputs / job->groups;
+    const float *x = job->x + row * job->ldx;
+    int64_t ldx = job->ldx;
+    if (job->format >= 0) {
+        for (int64_t r = 0; r < rows; r++) quantise_row(x + r * ldx, buffer + r * width, width, job->format);
+        x = buffer, ldx = width;
+    }
+    uint32_t *pairs = (uint32_t *)(buffer + BLOCK_ROWS * width);
+    if (job->groups == 1) {
+        product_panels(x, ldx, rows, job->w, job->y + row * job->ldy, job->ldy, job->exact, pairs, first, stop);
+        return;
+    }
+    int64_t depth = job->w.kind == WEIGHT_F32 ? inputs : (inputs + 1) / 2;
+    for (int64_t g = 0; g < job->groups; g++) {
+        weight_t part = {(const uint32_t *)job->w.data + g * ((each + 15) / 16) * 16 * depth, each, inputs, job->w.kind};
+        product_rows(x + g * inputs, ldx, rows, part, job->y + row * job->ldy + g * each, job->ldy, job->exact, pairs);
+    }
+}
+
+static void linear_range(void *context, int64_t first, int64_t stop)
+{
+    const linear_job *job = context;
+    int64_t width = job->w.inputs * job->groups;
+    float *buffer = aligned_alloc(64, ((size_t)(2 * BLOCK_ROWS * (width + 2)) * 4 + 63) / 64 * 64);
+    if (job->by_panel)
+        linear_block(job, 0, job->rows, first, stop, buffer);
+    else
+        for (int64_t r = first; r < stop; r += BLOCK_ROWS)
+            linear_block(job, r, stop - r < BLOCK_ROWS ? stop - r : BLOCK_ROWS, 0, (job->w.outputs + 15) / 16, buffer);
+    free(buffer);
+}
+
+void kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, const void *data, int kind, int64_t outputs,
+                  float *y, int format, int exact, int threads)
+{
+    weight_t w = {data, outputs, inputs, kind};
+    linear_job job = {x, y, NULL, rows, groups * inputs, outputs, groups, w, format, exact, rows < 8 && groups == 1};
+    int64_t work = rows * outputs * inputs;
+    int64_t count = job.by_panel ? (outputs + 15) / 16 : rows;
+    parallel_ranges(linear_range, &job, count, work < (job.by_panel ? 1 << 20 : 1 << 18) ? 1 : threads);
+}

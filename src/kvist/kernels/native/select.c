@@ -1,0 +1,214 @@
+/* Index scores, exact top-k (equal scores: the lower id), and candidate blocks, query by query.
+ *
+ * Scores are float32 sums over channels, then over heads in order. Few queries read keys as they lie; many queries share
+ * a transposed copy in which lanes are keys. Knows nothing of where keys come from.
+ */
+#include "kvist.h"
+
+typedef struct {
+    const float *q, *weight, *keys, *keys_t;
+    const int64_t *visible, *pool;
+    int64_t *topk, *blocks;
+    int64_t heads, width, rows, k, block_size, pool_blocks, published;
+} select_job;
+
+enum { LANES = 16, PAIR_TILE = 16 };
+
+/* keys [rows][width] -> [ceil(rows / 16)][width][16], missing rows zero. */
+static void transpose_keys(const float *keys, int64_t rows, int64_t width, float *keys_t)
+{
+    for (int64_t b = 0; b < (rows + LANES - 1) / LANES; b++)
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            int64_t row = b * LANES + lane;
+            for (int64_t i = 0; i < width; i++)
+                keys_t[(b * width + i) * LANES + lane] = row < rows ? keys[row * width + i] : 0.0f;
+        }
+}
+
+/* P (query, head) pairs against one block of 16 keys. */
+INLINE void pair_tile(const int P, const float *q, const float *block, int64_t width, v16 *dots)
+{
+    v16 acc[PAIR_TILE];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) acc[p] = (v16){0};
+    for (int64_t i = 0; i < width; i++) {
+        v16 key = load16(block + i * LANES);
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) acc[p] += q[p * width + i] * key;
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) dots[p] = acc[p];
+}
+
+/* Scores of `queries` consecutive queries for rows [0, rows) into scores[query][ld]. `dots` holds queries * heads vectors. */
+static void score_tile(const select_job *job, int64_t first, int64_t queries, int64_t rows, float *scores, int64_t ld, v16 *dots)
+{
+    int64_t pairs = queries * job->heads, width = job->width;
+    const float *q = job->q + first * job->heads * width, *weight = job->weight + first * job->heads;
+    for (int64_t b = 0; b < (rows + LANES - 1) / LANES; b++) {
+        const float *block = job->keys_t + b * width * LANES;
+        int64_t p = 0;
+        for (; p + PAIR_TILE <= pairs; p += PAIR_TILE) pair_tile(PAIR_TILE, q + p * width, block, width, dots + p);
+        for (; p + 4 <= pairs; p += 4) pair_tile(4, q + p * width, block, width, dots + p);
+        for (; p < pairs; p++) pair_tile(1, q + p * width, block, width, dots + p);
+        for (int64_t n = 0; n < queries; n++) {
+            v16 total = {0};
+            for (int64_t j = 0; j < job->heads; j++) {
+                v16 dot = dots[n * job->heads + j];
+                total += (v16)((dot > fill16(0)) & (i16v)dot) * weight[n * job->heads + j];
+            }
+            store16(scores + n * ld + b * LANES, total);
+        }
+    }
+}
+
+INLINE float score_row(const select_job *job, int64_t query, int64_t row)
+{
+    const float *key = job->keys + row * job->width, *q = job->q + query * job->heads * job->width;
+    float total = 0;
+    for (int64_t j = 0; j < job->heads; j++, q += job->width) {
+        v16 acc = {0};
+        int64_t i = 0;
+        for (; i + 16 <= job->width; i += 16) acc += load16(q + i) * load16(key + i);
+        float dot = sum16(acc);
+        for (; i < job->width; i++) dot += q[i] * key[i];
+        total += (dot > 0 ? dot : 0.0f) * job->weight[query * job->heads + j];
+    }
+    return total;
+}
+
+/* The k-th largest of n values; reorders them. */
+static float kth_largest(float *v, int64_t n, int64_t k)
+{
+    int64_t low = 0, high = n - 1, want = k - 1;
+    while (low < high) {
+        float pivot = v[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (v[i] > pivot) i++;
+            while (v[j] < pivot) j--;
+            if (i <= j) {
+                float t = v[i];
+                v[i++] = v[j], v[j--] = t;
+            }
+        }
+        if (want <= j) high = j;
+        else if (want >= i) low = i;
+        else break;
+    }
+    return v[want];
+}
+
+typedef struct { float *score, *work; int64_t *id; int64_t count, k, room; float bar; } keeper;
+
+/* Keep the k best of what is held, ids ascending; of equal scores the earlier ids stay. */
+static void keeper_trim(keeper *kept)
+{
+    if (kept->count <= kept->k) return;
+    memcpy(kept->work, kept->score, (size_t)kept->count * 4);
+    float cut = kth_largest(kept->work, kept->count, kept->k);
+    int64_t above = 0, n = 0;
+    for (int64_t i = 0; i < kept->count; i++) above += kept->score[i] > cut;
+    int64_t ties = kept->k - above;
+    for (int64_t i = 0; i < kept->count; i++)
+        if (kept->score[i] > cut || (kept->score[i] == cut && ties-- > 0)) {
+            kept->score[n] = kept->score[i];
+            kept->id[n++] = kept->id[i];
+        }
+    kept->count = n;
+    kept->bar = cut;
+}
+
+/* Offers come in ascending id, so a later equal of the k-th best loses. NaN counts as the lowest score. */
+INLINE void keeper_offer(keeper *kept, float score, int64_t id)
+{
+    if (kept->count >= kept->k && !(score > kept->bar)) return;
+    kept->score[kept->count] = score == score ? score : -INFINITY;
+    kept->id[kept->count++] = id;
+    if (kept->count == kept->room) keeper_trim(kept);
+}
+
+static void keeper_finish(keeper *kept, int64_t *out)
+{
+    keeper_trim(kept);
+    for (int64_t i = 0; i < kept->k; i++) out[i] = i < kept->count ? kept->id[i] : -1;
+}
+
+INLINE void keeper_reset(keeper *kept, int64_t k)
+{
+    kept->count = 0, kept->k = k, kept->room = 2 * k + 16, kept->bar = -INFINITY;
+}
+
+static void publish_blocks(const select_job *job, const float *scores, int64_t visible, keeper *kept, int64_t *out)
+{
+    keeper_reset(kept, job->published);
+    int64_t newest = (visible - 1) / job->block_size;
+    for (int64_t b = 0; visible > 0 && b <= newest; b++) {
+        float best = -INFINITY;
+        int64_t stop = (b + 1) * job->block_size < visible ? (b + 1) * job->block_size : visible;
+        for (int64_t m = b * job->block_size; m < stop; m++) best = scores[m] > best ? scores[m] : best;
+        if (b == newest) best = INFINITY;
+        if (best > -INFINITY) keeper_offer(kept, best, b);
+    }
+    keeper_finish(kept, out);
+}
+
+static void choose(const select_job *job, int64_t query, const float *scores, keeper *kept)
+{
+    int64_t visible = job->visible[query] < job->rows ? job->visible[query] : job->rows;
+    keeper_reset(kept, job->k);
+    if (job->pool)
+        for (int64_t b = 0; b < job->pool_blocks; b++) {
+            int64_t block = job->pool[query * job->pool_blocks + b];
+            int64_t stop = (block + 1) * job->block_size < visible ? (block + 1) * job->block_size : visible;
+            if (block < 0) continue;
+            for (int64_t m = block * job->block_size; m < stop; m++)
+                keeper_offer(kept, scores ? scores[m] : score_row(job, query, m), m);
+        }
+    else
+        for (int64_t m = 0; m < visible; m++) keeper_offer(kept, scores[m], m);
+    keeper_finish(kept, job->topk + query * job->k);
+    if (job->published) publish_blocks(job, scores, visible, kept, job->blocks + query * job->published);
+}
+
+enum { QUERY_TILE = 4 };
+
+static void select_range(void *context, int64_t first, int64_t stop)
+{
+    const select_job *job = context;
+    int64_t ld = (job->rows + LANES - 1) / LANES * LANES, most = job->k > job->published ? job->k : job->published;
+    int64_t room = 2 * most + 16;
+    float *scores = malloc((size_t)(QUERY_TILE * ld + 2 * room) * 4);
+    int64_t *ids = malloc((size_t)room * 8);
+    v16 *dots = aligned_alloc(64, (size_t)(QUERY_TILE * job->heads) * 64);
+    keeper kept = {.score = scores + QUERY_TILE * ld, .work = scores + QUERY_TILE * ld + room, .id = ids};
+    int only_pool = job->pool && !job->published;
+    for (int64_t at = first; at < stop; at += QUERY_TILE) {
+        int64_t queries = stop - at < QUERY_TILE ? stop - at : QUERY_TILE, rows = 0;
+        for (int64_t n = at; n < at + queries; n++) rows = job->visible[n] > rows ? job->visible[n] : rows;
+        rows = rows < job->rows ? rows : job->rows;
+        if (job->keys_t && !only_pool) score_tile(job, at, queries, rows, scores, ld, dots);
+        for (int64_t n = 0; n < queries; n++) {
+            if (!job->keys_t && !only_pool)
+                for (int64_t m = 0; m < job->visible[at + n] && m < rows; m++) scores[m + n * ld] = score_row(job, at + n, m);
+            choose(job, at + n, only_pool ? NULL : scores + n * ld, &kept);
+        }
+    }
+    free(scores);
+    free(ids);
+    free(dots);
+}
+
+void kvist_select(const float *q, const float *weight, const float *keys, const int64_t *visible, const int64_t *pool,
+                  int64_t *topk, int64_t *blocks, int64_t queries, int64_t heads, int64_t width, int64_t rows, int64_t k,
+                  int64_t block_size, int64_t pool_blocks, int64_t published, int threads)
+{
+    float *keys_t = NULL;
+    if (queries >= 4 && rows && !(pool && !published)) {
+        keys_t = aligned_alloc(64, (size_t)((rows + LANES - 1) / LANES * LANES * width) * 4);
+        transpose_keys(keys, rows, width, keys_t);
+    }
+    select_job job = {q, weight, keys, keys_t, visible, pool, topk, blocks, heads, width, rows, k, block_size, pool_blocks, published};
+    parallel_ranges(select_range, &job, queries, queries < 4 ? 1 : threads);
+    free(keys_t);
+}
