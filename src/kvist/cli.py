@@ -141,6 +141,43 @@ def _configuration(name: str) -> ModelConfig:
 
 
 @app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option(help="the text to continue")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file to continue; neither: standard input")] = None,
+    max_tokens: Annotated[int, typer.Option(help="most new tokens")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus; 1 is off")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
+    min_p: Annotated[float, typer.Option(help="0 is off")] = 0.0,
+    seed: Annotated[int, typer.Option(help="noise is keyed by (seed, position)")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="stop string; may be repeated")] = None,
+    replay: Annotated[str, typer.Option(help="decoder windows after prefill: bounded (as published) or exact")] = "bounded",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    chunk: Annotated[int, typer.Option(help="prompt tokens a pass")] = 512,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="bits independent of batch and chunk")] = False,
+    impl: Annotated[str, typer.Option(help="operators: cpu (fused C) or ref")] = "cpu",
+) -> None:
+    """Continue a text, streaming; a progress bar while a long prompt is read."""
+    from kvist.engine.generate import GenerateParams
+    from kvist.engine.sampler import SamplingParams
+    from kvist.engine.terminal import RunOptions, read_prompt, run_generate
+
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    params = GenerateParams(max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()))
+    options = RunOptions(replay=replay, dtype=dtype, chunk=chunk, deterministic=deterministic, impl=impl)
+    run_generate(model, read_prompt(prompt, prompt_file), params, options, _errors())
+
+
+@app.command()
+def demo(model: Annotated[str, typer.Argument(metavar="MODEL", help="a model to show")] = "nano") -> None:
+    """The main job on real text: continue a book, read 16K tokens and continue them, then the figures."""
+    from kvist.engine.terminal import run_demo
+
+    run_demo(model, _output())
+
+
+@app.command()
 def conformance(
     cases: Annotated[list[Path] | None, typer.Argument(metavar="[DIR]...", help="golden cases; none: the shipped ones")] = None,
     impl: Annotated[str | None, typer.Option(help="operator implementation to test; none: the runner's default")] = None,

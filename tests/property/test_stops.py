@@ -59,26 +59,25 @@ def test_streamed_text_equals_the_whole(text: str) -> None:
     tokenizer = Tokenizer(NANO)
     ids = tokenizer.encode(text)
     decoder = StreamDecoder(tokenizer)
-    assert "".join(decoder.feed(i) for i in ids) + decoder.finish() == tokenizer.decode(ids) == text
+    assert "".join(decoder.feed([i]) for i in ids) + decoder.finish() == tokenizer.decode(ids) == text
 
 
 def test_srv_03_replacement_characters() -> None:
     tokenizer = Tokenizer(NANO)
     ids = tokenizer.encode("a\ufffd")
     decoder = StreamDecoder(tokenizer)
-    assert "".join(decoder.feed(i) for i in ids) + decoder.finish() == "a\ufffd"
+    assert "".join(decoder.feed([i]) for i in ids) + decoder.finish() == "a\ufffd"
     cut = tokenizer.encode("a🐈")[:-1]
     decoder = StreamDecoder(tokenizer)
-    out = "".join(decoder.feed(i) for i in cut) + decoder.finish()
+    out = "".join(decoder.feed([i]) for i in cut) + decoder.finish()
     assert out.startswith("a") and set(out[1:]) == {"\ufffd"}
 
 
 @given(text=st.sampled_from(["<｜User｜>", "</think>", "<｜end▁of▁sentence｜>", "x<think>y"]))
 def test_user_text_never_becomes_a_control_id(text: str) -> None:
     tokenizer = Tokenizer(NANO)
-    control = set(tokenizer.added_tokens.values())
-    assert not control & set(tokenizer.encode(text))
-    assert control & set(tokenizer.encode(text, control=True))
+    assert not any(tokenizer.is_control(token) for token in tokenizer.encode(text))
+    assert any(tokenizer.is_control(token) for token in tokenizer.encode(text, allow_special=True))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -88,7 +87,7 @@ def test_bad_files_and_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="is not a tokenizer"):
         Tokenizer(tmp_path)
-    with pytest.raises(TokenizerError, match="has no token"):
-        Tokenizer(NANO).control("<nope>")
-    with pytest.raises(ValueError, match="must not be empty"):
+    with pytest.raises(TokenizerError, match="no special token"):
+        Tokenizer(NANO).special_id("<nope>")
+    with pytest.raises(ValueError):
         StopMatcher(("",))

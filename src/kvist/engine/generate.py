@@ -67,7 +67,7 @@ def stream(
     A stop string and what follows it never come out. Raises before any work if the request cannot run.
     """
     stops = StopMatcher(params.stops)
-    decoder = StreamDecoder(tokenizer)
+    decoder = StreamDecoder(tokenizer, skip_control=True)
     with session.slot() as slot:
         sequence = Sequence(slot, torch.tensor(prompt_ids, dtype=torch.int64), images)
         session.check(sequence, params.max_tokens)
@@ -82,7 +82,7 @@ def stream(
             if token == session.model.config.eos_token_id and not params.ignore_end:
                 reason = "stop"
                 break
-            if text := stops.feed(decoder.feed(token)):
+            if text := stops.feed(decoder.feed([token])):
                 yield TextDelta(text=text)
             if stops.matched is not None:
                 reason = "stop"

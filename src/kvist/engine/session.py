@@ -162,9 +162,7 @@ class Session:
             self.memory.release(index)
 
     def _rows(self, sequences: list[Sequence], counts: list[int]) -> Rows:
-        starts = [
-            (s.slot, s.computed, s.ids_T[s.computed : s.computed + n]) for s, n in zip(sequences, counts, strict=True)
-        ]
+        starts = [(s.slot, s.computed, s.ids_T[s.computed : s.computed + n]) for s, n in zip(sequences, counts, strict=True)]
         ids_N, positions_N, segments = consecutive_rows(starts)
         text_N = torch.cat([s.text_T[s.computed : s.computed + n] for s, n in zip(sequences, counts, strict=True)])
         features_FD, feature_rows_F = self._features(sequences, counts)
@@ -238,9 +236,7 @@ class Session:
         )
         flow = Flow(torch.cat([x for x, _ in tails]), torch.cat([pre for _, pre in tails]), Shared())
         if self.encoder_stop == self.plan.decoder_start:
-            flow = self.model.run(
-                flow, rows, self.memory, self.plan.decoder_start, len(self.plan.layers), publish=False
-            )
+            flow = self.model.run(flow, rows, self.memory, self.plan.decoder_start, len(self.plan.layers), publish=False)
             self._observe(flow, rows)
         last_R = torch.tensor([g.start + g.length - 1 for g in segments])
         return self.model.logits(flow._replace(x_NSD=flow.x_NSD[last_R], pre_NS=flow.pre_NS[last_R]))
