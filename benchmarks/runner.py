@@ -81,9 +81,7 @@ def measure(benchmark: Benchmark, options: Options, machine: Machine, command: s
 def _measure_case(bench: str, case: Case, options: Options, machine: Machine, command: str) -> tuple[list[Line], Row]:
     if isinstance(case, CountedCase):
         value, peers = float(case.count()), dict(case.peers or {})
-        row = make_row(
-            machine, bench, case.name, value, case.unit, case.better, floor=case.floor, peers=peers, command=command
-        )
+        row = make_row(machine, bench, case.name, value, case.unit, case.better, floor=case.floor, peers=peers, command=command)
         line = Line(
             case=case.name, variant="", value=value, unit=case.unit, spread=None, gigabytes_per_s=None,
             gigaflops_per_s=None, percent=row.percent_of_floor,

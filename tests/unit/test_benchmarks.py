@@ -60,9 +60,7 @@ def test_variants_are_interleaved_and_take_turns_at_the_start() -> None:
 
 
 def test_rows_carry_value_floor_and_peers() -> None:
-    counted = CountedCase(
-        name="kernels", count=lambda: 40, check=accept, unit="kernels/token", better="lower", floor=10
-    )
+    counted = CountedCase(name="kernels", count=lambda: 40, check=accept, unit="kernels/token", better="lower", floor=10)
     lines, made = measure(bench(timed(), counted), Options(rounds=2), MACHINE, "cmd")
     assert [(r.case, r.better, r.correct, list(r.peers)) for r in made] == [
         ("4k", "higher", True, ["ref"]),
