@@ -124,7 +124,7 @@ def plan(
 
 def _configuration(name: str) -> ModelConfig:
     """A preset by name, else the config.json of a model, so that planning needs no weights and no torch for presets."""
-    from kvist.config import load_config
+    from kvist.config_json import load_config
     from kvist.presets import PRESETS, preset
 
     if name in PRESETS:

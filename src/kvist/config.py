@@ -1,24 +1,18 @@
-"""What a model is: its sizes, its layer schedule, and how both are read from and written to `config.json`.
+"""What a model is: its sizes and its layer schedule.
 
-Owns `ModelConfig`, `VisionConfig` and `LayerPlan`, which derives every layer's role once; named presets stand in `presets.py`.
-Knows nothing of tensors, files other than JSON, or how a layer is computed. No torch.
+Owns `ModelConfig`, `VisionConfig` and `LayerPlan`, which derives every layer's role once; named presets stand in
+`presets.py`, files in `config_json.py`. Knows nothing of tensors, files, or how a layer is computed. No torch.
 
-Field names follow the flat form of the release (`inference/config.json`); `_NESTED` maps them to the
-nested form (`config.json` of the released checkpoint). Source: facts sections 1 and 6.
+Field names follow the flat form of the release (`inference/config.json`). Source: facts sections 1 and 6.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
-
-MAX_CONFIG_BYTES = 4 << 20
 
 
 class ConfigError(ValueError):
@@ -286,7 +280,8 @@ def _draft_spec(config: ModelConfig, index: int) -> LayerSpec:
     )
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise `ConfigError` with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -306,265 +301,55 @@ def _check_sizes(c: ModelConfig) -> None:
         "hc_mult hc_sinkhorn_iters max_seq_len"
     )
     for name in positive.split():
-        _require(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
-        _require(getattr(c, name) <= 1 << 40, f"{name} is absurdly large: {getattr(c, name)}")
-    _require(c.n_layers <= 4096, f"n_layers is {c.n_layers}; at most 4096")
+        require(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
+        require(getattr(c, name) <= 1 << 40, f"{name} is absurdly large: {getattr(c, name)}")
+    require(c.n_layers <= 4096, f"n_layers is {c.n_layers}; at most 4096")
     for name in ("head_dim", "index_head_dim", "dim", "q_lora_rank", "moe_inter_dim"):
-        _require(getattr(c, name) % 32 == 0, f"{name} is {getattr(c, name)}; quantiser groups need a multiple of 32")
-    _require(c.rope_head_dim % 2 == 0, f"rope_head_dim is {c.rope_head_dim}; rotary pairs need an even number")
+        require(getattr(c, name) % 32 == 0, f"{name} is {getattr(c, name)}; quantiser groups need a multiple of 32")
+    require(c.rope_head_dim % 2 == 0, f"rope_head_dim is {c.rope_head_dim}; rotary pairs need an even number")
     for name in ("head_dim", "index_head_dim"):
-        _require(c.rope_head_dim <= getattr(c, name), f"rope_head_dim {c.rope_head_dim} exceeds {name} {getattr(c, name)}")
-    _require(c.n_heads % c.o_groups == 0, f"n_heads {c.n_heads} is not a multiple of o_groups {c.o_groups}")
-    _require(c.n_shared_experts == 1, f"n_shared_experts is {c.n_shared_experts}; the architecture has exactly one")
-    _require(
+        require(c.rope_head_dim <= getattr(c, name), f"rope_head_dim {c.rope_head_dim} exceeds {name} {getattr(c, name)}")
+    require(c.n_heads % c.o_groups == 0, f"n_heads {c.n_heads} is not a multiple of o_groups {c.o_groups}")
+    require(c.n_shared_experts == 1, f"n_shared_experts is {c.n_shared_experts}; the architecture has exactly one")
+    require(
         c.n_activated_experts <= c.n_routed_experts,
         f"{c.n_activated_experts} of {c.n_routed_experts} experts activated",
     )
-    _require(c.score_func == "sqrtsoftplus", f"score_func {c.score_func!r} is unknown; known: 'sqrtsoftplus'")
-    _require(c.dtype in ("fp8", "bf16"), f"dtype {c.dtype!r} is unknown; known: 'fp8', 'bf16'")
-    _require(c.expert_dtype in ("fp4", "fp8", "bf16"), f"expert_dtype {c.expert_dtype!r} is unknown; known: 'fp4', 'fp8', 'bf16'")
-    _require(
+    require(c.score_func == "sqrtsoftplus", f"score_func {c.score_func!r} is unknown; known: 'sqrtsoftplus'")
+    require(c.dtype in ("fp8", "bf16"), f"dtype {c.dtype!r} is unknown; known: 'fp8', 'bf16'")
+    require(c.expert_dtype in ("fp4", "fp8", "bf16"), f"expert_dtype {c.expert_dtype!r} is unknown; known: 'fp4', 'fp8', 'bf16'")
+    require(
         len(c.compress_ratios) in (c.n_layers, c.n_layers + c.n_mtp_layers),
         f"compress_ratios has {len(c.compress_ratios)} entries for {c.n_layers} layers and {c.n_mtp_layers} draft blocks",
     )
-    _require(all(0 <= r <= 1024 for r in c.compress_ratios), f"compress_ratios out of 0..1024: {c.compress_ratios}")
+    require(all(0 <= r <= 1024 for r in c.compress_ratios), f"compress_ratios out of 0..1024: {c.compress_ratios}")
     for name in ("kv_source_layers", "index_source_layers", "candidate_source_layers", "engram_layer_ids"):
         _check_layer_ids(name, getattr(c, name), c.n_layers)
     if c.engram_layer_ids:
-        _require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size is {c.engram_max_ngram_size}; at least 2")
-        _require(
+        require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size is {c.engram_max_ngram_size}; at least 2")
+        require(
             c.engram_compressed_vocab_size >= 1,
             "engram_compressed_vocab_size must be given when there are Engram layers",
         )
-        _require(c.engram_head_dim % 32 == 0, f"engram_head_dim is {c.engram_head_dim}; scales need a multiple of 32")
-        _require(
+        require(c.engram_head_dim % 32 == 0, f"engram_head_dim is {c.engram_head_dim}; scales need a multiple of 32")
+        require(
             len(c.engram_num_embeddings) == len(c.engram_layer_ids),
             f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram layers",
         )
     if c.n_mtp_layers:
         _check_layer_ids("dspark_target_layer_ids", c.dspark_target_layer_ids, c.n_layers)
-        _require(len(c.dspark_target_layer_ids) >= 1, "dspark_target_layer_ids must name at least one layer")
-        _require(c.dspark_block_size >= 1, f"dspark_block_size is {c.dspark_block_size}; at least 1")
-        _require(
+        require(len(c.dspark_target_layer_ids) >= 1, "dspark_target_layer_ids must name at least one layer")
+        require(c.dspark_block_size >= 1, f"dspark_block_size is {c.dspark_block_size}; at least 1")
+        require(
             1 <= c.dspark_n_activated_experts <= c.dspark_n_routed_experts,
             "dspark experts: need 1 <= activated <= routed",
         )
-        _require(0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range")
+        require(0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range")
 
 
 def _check_layer_ids(name: str, ids: tuple[int, ...], n_layers: int) -> None:
-    _require(list(ids) == sorted(set(ids)), f"{name} must be ascending without repeats, got {ids}")
-    _require(all(0 <= i < n_layers for i in ids), f"{name} names a layer outside 0..{n_layers - 1}: {ids}")
-
-
-# The nested released form: text_config key -> field. Lists become tuples; rope_scaling and vision_config are handled apart.
-_NESTED = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_nextn_predict_layers": "n_mtp_layers",
-    "num_attention_heads": "n_heads",
-    "head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_head_dim",
-    "q_lora_rank": "q_lora_rank",
-    "o_lora_rank": "o_lora_rank",
-    "o_groups": "o_groups",
-    "sliding_window": "window_size",
-    "rms_norm_eps": "norm_eps",
-    "compress_ratios": "compress_ratios",
-    "kv_source_layer_ids": "kv_source_layers",
-    "index_source_layer_ids": "index_source_layers",
-    "candidate_topk_blocks": "candidate_topk_blocks",
-    "candidate_block_size": "candidate_block_size",
-    "index_n_heads": "index_n_heads",
-    "index_head_dim": "index_head_dim",
-    "index_topk": "index_topk",
-    "rope_theta": "rope_theta",
-    "compress_rope_theta": "compress_rope_theta",
-    "max_position_embeddings": "max_seq_len",
-    "moe_intermediate_size": "moe_inter_dim",
-    "n_routed_experts": "n_routed_experts",
-    "num_experts_per_tok": "n_activated_experts",
-    "n_shared_experts": "n_shared_experts",
-    "scoring_func": "score_func",
-    "norm_topk_prob": "norm_topk_prob",
-    "routed_scaling_factor": "route_scale",
-    "swiglu_limit": "swiglu_limit",
-    "hc_mult": "hc_mult",
-    "hc_sinkhorn_iters": "hc_sinkhorn_iters",
-    "hc_eps": "hc_eps",
-    "engram_layer_ids": "engram_layer_ids",
-    "engram_num_embeddings": "engram_num_embeddings",
-    "engram_max_ngram_size": "engram_max_ngram_size",
-    "engram_n_heads": "engram_n_heads",
-    "engram_head_dim": "engram_head_dim",
-    "engram_vocab_size": "engram_vocab_size",
-    "engram_pad_token_id": "engram_pad_id",
-    "engram_compressed_vocab_size": "engram_compressed_vocab_size",
-    "dspark_block_size": "dspark_block_size",
-    "dspark_noise_token_id": "dspark_noise_token_id",
-    "dspark_markov_rank": "dspark_markov_rank",
-    "dspark_target_layer_ids": "dspark_target_layer_ids",
-    "dspark_n_routed_experts": "dspark_n_routed_experts",
-    "dspark_num_experts_per_tok": "dspark_n_activated_experts",
-}
-_SCALING = {
-    "factor": "rope_factor",
-    "original_max_position_embeddings": "original_seq_len",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}
-_TOP = {"image_token_id": "image_token_id", "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id"}
-_FLAT_VISION = {
-    "vision_n_layers": "num_hidden_layers",
-    "vision_dim": "hidden_size",
-    "vision_n_heads": "num_attention_heads",
-    "vision_inter_dim": "intermediate_size",
-    "vision_patch_size": "patch_size",
-    "vision_downsample_ratio": "downsample_ratio",
-    "vision_rope_theta": "rope_theta",
-    "vision_max_n_token": "max_image_tokens",
-    "vision_min_pixels": "min_pixels",
-    "vision_max_wh_ratio": "max_wh_ratio",
-}
-_DRAFT_FIELDS = tuple(f for f in _NESTED.values() if f.startswith("dspark_"))
-
-
-def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-    """A configuration from the parsed JSON of either released form. Raises `ConfigError` for anything it cannot describe."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"a configuration is a JSON object, got {type(data).__name__}")
-    return _from_nested(data) if "text_config" in data else _from_flat(data)
-
-
-def _from_nested(data: Mapping[str, Any]) -> ModelConfig:
-    text = data["text_config"]
-    _require(isinstance(text, Mapping), "text_config must be an object")
-    fields = {field: text[key] for key, field in _NESTED.items() if key in text}
-    scaling = text.get("rope_scaling") or {}
-    _require(isinstance(scaling, Mapping), "rope_scaling must be an object or null")
-    kind = scaling.get("rope_type", scaling.get("type", "yarn"))
-    _require(kind == "yarn", f"rope_scaling.rope_type {kind!r} is unknown; known: 'yarn'")
-    fields |= {field: scaling[key] for key, field in _SCALING.items() if key in scaling}
-    if not scaling:
-        fields["original_seq_len"] = 0
-    fields |= {field: data[key] for key, field in _TOP.items() if data.get(key) is not None}
-    single = text.get("candidate_source_layer_id")
-    fields["candidate_source_layers"] = text.get("candidate_source_layer_ids", [] if single is None else [single])
-    quantisation = data.get("quantization_config") or {}
-    block = quantisation.get("weight_block_size", [32, 32])
-    _require(list(block) == [32, 32], f"quantization_config.weight_block_size {block} is unsupported; supported: [32, 32]")
-    fields["dtype"] = quantisation.get("quant_method", "fp8")
-    fields["expert_dtype"] = quantisation.get("expert_dtype", "fp4")
-    vision = data.get("vision_config")
-    if vision is not None:
-        _require(isinstance(vision, Mapping), "vision_config must be an object")
-        names = {f.name for f in dataclasses.fields(VisionConfig)}
-        fields["vision"] = _vision({key: value for key, value in vision.items() if key in names})
-    return _build(fields)
-
-
-def _from_flat(data: Mapping[str, Any]) -> ModelConfig:
-    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"vision", "candidate_source_layers"}
-    fields = {key: value for key, value in data.items() if key in names}
-    single = data.get("candidate_source_layer")
-    fields["candidate_source_layers"] = data.get("candidate_source_layers", [] if single is None else [single])
-    vision = {field: data[key] for key, field in _FLAT_VISION.items() if key in data}
-    if vision.get("num_hidden_layers"):
-        fields["vision"] = _vision(vision)
-    return _build(fields)
-
-
-def _vision(fields: dict[str, Any]) -> VisionConfig:
-    try:
-        vision = VisionConfig(**fields)
-    except TypeError as error:
-        raise ConfigError(f"vision configuration: {error}") from error
-    for field in dataclasses.fields(vision):
-        value = getattr(vision, field.name)
-        if field.name != "max_wh_ratio" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ConfigError(f"vision {field.name} must be a non-negative number, got {value!r}")
-    return vision
-
-
-def _build(fields: dict[str, Any]) -> ModelConfig:
-    for key, value in fields.items():
-        if isinstance(value, list):
-            fields[key] = tuple(value)
-    required = {f.name for f in dataclasses.fields(ModelConfig) if f.default is dataclasses.MISSING}
-    missing = sorted(required - fields.keys())
-    if missing:
-        raise ConfigError(f"the configuration lacks {', '.join(missing)}")
-    return ModelConfig(**fields)
-
-
-def to_nested(config: ModelConfig) -> dict[str, Any]:
-    """The released nested `config.json` of a configuration."""
-    fields = dataclasses.asdict(config)
-    text: dict[str, Any] = {"model_type": "deepseek_v41_text"}
-    for key, field in _NESTED.items():
-        if field not in _DRAFT_FIELDS or config.n_mtp_layers:
-            text[key] = _plain(fields[field])
-    text |= {"num_key_value_heads": 1, "hidden_act": "silu", "topk_method": "noaux_tc", "tie_word_embeddings": False}
-    if config.original_seq_len:
-        text["rope_scaling"] = {"rope_type": "yarn"} | {key: fields[field] for key, field in _SCALING.items()}
-    sources = config.candidate_source_layers
-    if len(sources) == 1:
-        text["candidate_source_layer_id"] = sources[0]
-    elif sources:
-        text["candidate_source_layer_ids"] = list(sources)
-    data: dict[str, Any] = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
-    data |= {key: fields[field] for key, field in _TOP.items() if fields[field] is not None}
-    data |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "text_config": text}
-    data["quantization_config"] = {
-        "quant_method": config.dtype,
-        "activation_scheme": "dynamic",
-        "weight_block_size": [32, 32],
-        "scale_fmt": "ue8m0",
-        "expert_dtype": config.expert_dtype,
-    }
-    if config.vision is not None:
-        data["vision_config"] = {"model_type": "deepseek_v41_vision"} | dataclasses.asdict(config.vision)
-    return data
-
-
-def to_flat(config: ModelConfig) -> dict[str, Any]:
-    """The flat form of the released `inference/config.json`."""
-    fields = dataclasses.asdict(config)
-    vision = fields.pop("vision")
-    sources = fields.pop("candidate_source_layers")
-    data = {key: _plain(value) for key, value in fields.items() if value is not None}
-    data |= {"candidate_source_layer": sources[0]} if len(sources) == 1 else {"candidate_source_layers": list(sources)}
-    if vision is not None:
-        data |= {key: vision[field] for key, field in _FLAT_VISION.items()}
-    return data
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def load_config(path: str | Path) -> ModelConfig:
-    """Read `config.json` (a file, or the folder that holds it) in either released form. Raises `ConfigError`."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ConfigError(f"no configuration at {file}")
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} has {file.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    try:
-        return from_dict(data)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
-def save_config(config: ModelConfig, path: str | Path) -> None:
-    """Write the released nested form to a file."""
-    Path(path).write_text(json.dumps(to_nested(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    require(list(ids) == sorted(set(ids)), f"{name} must be ascending without repeats, got {ids}")
+    require(all(0 <= i < n_layers for i in ids), f"{name} names a layer outside 0..{n_layers - 1}: {ids}")
 
 
 def replace(config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvist.checkpoint import ModelNotFound, locate
-from kvist.config import save_config
+from kvist.config_json import save_config
 from kvist.presets import preset
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from kvist.checkpoint import build_model, compare, convert, load_model, open_checkpoint, save_checkpoint, verify
 from kvist.checkpoint.tensors import TensorFiles
-from kvist.config import load_config
+from kvist.config_json import load_config
 from kvist.inventory import tensor_specs
 from kvist.model.numerics import Numerics
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvist.config import VisionConfig, load_config
+from kvist.config import VisionConfig
+from kvist.config_json import load_config
 from kvist.images import ImagePlan, plan_image, preprocess
 from kvist.model.vision import Aligner, VisionTower, embed_span
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.formats import Entry, open_checkpoint
-from kvist.config import ModelConfig, load_config
+from kvist.config import ModelConfig
+from kvist.config_json import load_config
 from kvist.inventory import ParameterCounts, count_parameters, tensor_specs
 
 

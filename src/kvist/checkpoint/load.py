@@ -18,7 +18,8 @@ from kvist.checkpoint.formats import CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.locate import locate
 from kvist.checkpoint.tables import EngramTable, TableAccess, open_tables
 from kvist.checkpoint.tensors import Access, TensorFiles
-from kvist.config import ModelConfig, load_config
+from kvist.config import ModelConfig
+from kvist.config_json import load_config
 from kvist.inventory import Storage, parameters
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kvist.checkpoint.formats import INDEX_NAME, CheckpointMismatch, shard_name
 from kvist.checkpoint.tables import EngramTable
-from kvist.config import ModelConfig, save_config
+from kvist.config import ModelConfig
+from kvist.config_json import save_config
 from kvist.inventory import DTYPE_BYTES, Parameter, Storage, TensorSpec, parameters
 from kvist.quant import quantise_fp4_weight, quantise_fp8_rows, quantise_fp8_weight
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.tensors import TensorFiles
-from kvist.config import load_config
+from kvist.config_json import load_config
 from kvist.inventory import TensorSpec, tensor_specs
 
 PIECE_BYTES = 16 << 20
