@@ -1,55 +1,104 @@
-"""Stop strings over streamed text: text comes out as soon as no stop string can begin in it.
+"""Stop strings over streamed text: where a reply must end, and how much of it can be shown before that is known.
 
-Owns `StopMatcher`. The result is the text before the leftmost match, the same for every way of cutting the stream.
-Must not know tokens.
+Owns matching only; which text is searched (content, reasoning, both) is the caller's choice. Knows no tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+class _Pattern:
+    """One stop string and how many of its characters the text so far ends with.
+
+    The automaton of Knuth, Morris and Pratt, SIAM Journal on Computing 6(2), 1977.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallback = [0] * len(text)  # longest proper prefix that is also a suffix of text[:i + 1]
+        length = 0
+        for at in range(1, len(text)):
+            while length and text[at] != text[length]:
+                length = self._fallback[length - 1]
+            length += text[at] == text[length]
+            self._fallback[at] = length
+
+    def step(self, character: str) -> bool:
+        """Reads one character; true if it completes the stop string."""
+        while self.matched and character != self.text[self.matched]:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += character == self.text[self.matched]
+        return self.matched == len(self.text)
+
 
 class StopMatcher:
-    """Feed text; `matched` holds the stop string once one is complete, and nothing comes out after it."""
+    """Finds the leftmost stop string in a text that arrives in pieces; text that may belong to one is held back.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string must not be empty")
-        self.stops = stops
-        self.matched: str | None = None
+    Of two stop strings that begin at the same place the shorter wins. Linear in the text for each stop string. Released
+    text never contains any part of the match. One per reply.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Raises ValueError for an empty stop string, which would match everywhere."""
+        self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops) if _not_empty(stop)]
         self._held = ""
+        self._start = 0  # position in the whole text of the first held character
+        self._position = 0
+        self._found: tuple[int, str] | None = None
+        self._over = False
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, once that is certain."""
+        return self._found[1] if self._over and self._found else None
 
     def feed(self, text: str) -> str:
-        """The part of all text so far that is now certain to stand before any stop string."""
-        if self.matched is not None:
+        """Takes the next piece and returns what can be shown. Once `matched` is set, further text is ignored."""
+        if self._over:
             return ""
+        if not self._patterns:
+            return text
         self._held += text
-        found = [(at, -len(stop), stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        wait = self._first_open()
-        if found:
-            at, _, stop = min(found)
-            # An earlier start that is still open could become the leftmost match: wait for it.
-            if wait is None or wait >= at:
-                out, self._held, self.matched = self._held[:at], "", stop
-                return out
-        cut = len(self._held) if wait is None else wait
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
+        self._over = any(self._ends_at(character) for character in text)
+        return self._release(self._certain())
 
     def finish(self) -> str:
-        """The held text when the stream ends; a complete match inside it still stops there."""
-        if self.matched is not None:
+        """The text has ended: returns what was held, up to a match if there is one."""
+        if self._over:
             return ""
-        found = [(at, -len(stop), stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        out, self._held = self._held, ""
-        if found:
-            at, _, self.matched = min(found)
-            return out[:at]
-        return out
+        self._over = True
+        return self._release(self._found[0] if self._found else self._position)
 
-    def _first_open(self) -> int | None:
-        """Where the earliest possible, not yet complete match starts."""
-        longest = max((len(stop) for stop in self.stops), default=0)
-        for at in range(max(0, len(self._held) - longest + 1), len(self._held)):
-            rest = self._held[at:]
-            if any(stop.startswith(rest) and len(stop) > len(rest) for stop in self.stops):
-                return at
-        return None
+    def _ends_at(self, character: str) -> bool:
+        """Reads one character; true if the leftmost match is now certain."""
+        self._position += 1
+        for pattern in self._patterns:
+            if pattern.matched < len(pattern.text) and pattern.step(character):
+                candidate = (self._position - len(pattern.text), pattern.text)
+                if self._found is None or _rank(candidate) < _rank(self._found):
+                    self._found = candidate
+        # A later completion may still win if it began further left.
+        return self._found is not None and self._certain() == self._found[0]
+
+    def _certain(self) -> int:
+        """Position before which no match can begin any more."""
+        starts = [self._position - p.matched for p in self._patterns if 0 < p.matched < len(p.text)]
+        return min([*starts, self._position if self._found is None else self._found[0]])
+
+    def _release(self, until: int) -> str:
+        count = until - self._start
+        text, self._held = self._held[:count], self._held[count:]
+        self._start = until
+        return text
+
+
+def _rank(found: tuple[int, str]) -> tuple[int, int]:
+    return found[0], len(found[1])
+
+
+def _not_empty(stop: str) -> bool:
+    if not stop:
+        raise ValueError("a stop string is empty: it would end every reply at once; leave it out or give at least one character")
+    return True

@@ -7,30 +7,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, normalizers
 
 _LONE_SPACE = "\ue000"
 _UNDECODABLE = "\ufffd"
 
 
-def token_map(file: str | Path) -> list[int]:
-    """Class of every token id 0..n-1 of a `tokenizer.json`, added tokens included; classes count up in order of first id.
+def token_map(file: str | Path) -> npt.NDArray[np.int32]:
+    """Class of every token id 0..n-1 of a `tokenizer.json`, int32 [n], added tokens included.
 
-    Ids whose text differs only in case, accents, compatibility forms or surrounding space share a class. A token that is no
-    whole text (part of a character) is its own class. ValueError if the file is no tokenizer.
+    Classes count up from 0 in order of first id. Ids whose text differs only in case, accents, compatibility forms or
+    surrounding space share a class. A token that is no whole text (part of a character) is its own class. ValueError if
+    the file is no tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for every problem
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    classes: dict[str, int] = {}
+    ids = range(tokenizer.get_vocab_size(with_added_tokens=True))
+    texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
     normaliser = _normaliser()
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return [classes.setdefault(_key(tokenizer, normaliser, token), len(classes)) for token in range(size)]
+    classes: dict[str, int] = {}
+    keys = (_key(tokenizer, normaliser, token, text) for token, text in zip(ids, texts, strict=True))
+    return np.fromiter((classes.setdefault(key, len(classes)) for key in keys), dtype=np.int32, count=len(ids))
 
 
-def _key(tokenizer: Tokenizer, normaliser: normalizers.Normalizer, token: int) -> str:
-    text: str = tokenizer.decode([token], skip_special_tokens=False)
+def class_count(classes: npt.NDArray[np.int32]) -> int:
+    """How many classes a token map has: they are numbered 0, 1, 2, ... without holes."""
+    return int(classes.max(initial=-1)) + 1
+
+
+def _key(tokenizer: Tokenizer, normaliser: normalizers.Normalizer, token: int, text: str) -> str:
     if _UNDECODABLE in text:
         return tokenizer.id_to_token(token) or ""
     return normaliser.normalize_str(text) or text

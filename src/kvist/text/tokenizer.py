@@ -1,115 +1,183 @@
-"""A `tokenizer.json` as the model sees it: text to ids, ids to text piece by piece, control tokens by the file's names.
+"""The tokenizer of a checkpoint: text to ids and back, with the line between plain text and control tokens kept strict.
 
-Must not know prompts' formats or the model. Text from users never turns into control ids: an added token is matched only
-where the caller asks for it (`control`).
+Owns the reading of `tokenizer.json` (byte-level BPE, as in the release) and incremental decoding. Must not know prompts,
+roles or models: control tokens are addressed by the spelling the file has, or by id. Source: facts sections 12 and 13.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-
-REPLACEMENT = "\ufffd"
-BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+from tokenizers import Tokenizer as _Library
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that is missing or broken, or a token it does not have."""
+    """A tokenizer file, a token id or a text that cannot be used; the message names it and the way out."""
+
+
+class MissingSpecialToken(TokenizerError):
+    """The tokenizer file has no added token of the spelling that was asked for."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's printable stand-in for every byte: most of Latin-1 stands for itself, the rest moves past U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(256)) - set(visible))
+    table = {chr(byte): byte for byte in visible}
+    table.update({chr(0x100 + at): byte for at, byte in enumerate(hidden)})
+    return table
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
-    """Byte-level BPE with added tokens. `path` is a `tokenizer.json` or the folder that holds it."""
+    """A `tokenizer.json`, read once. Immutable and safe to share between threads; `len()` counts added tokens too.
 
-    def __init__(self, path: str | Path) -> None:
-        file = Path(path)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            raise TokenizerError(f"no tokenizer at {file}")
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-            self._fast = FastTokenizer.from_str(json.dumps(data))
-            # The same file without its added tokens: what user text is cut with, so that no text becomes a control id.
-            plain = {**data, "added_tokens": []}
-            self._plain = FastTokenizer.from_str(json.dumps(plain))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
-        self.path = file
-        self._added = {token["content"]: int(token["id"]) for token in data.get("added_tokens", [])}
-        self._special = {int(token["id"]) for token in data.get("added_tokens", []) if token.get("special")}
+    Added tokens (`<think>`, `<｜User｜>`, placeholders, ...) are this class's control tokens: plain text never turns into
+    one, whatever it spells, because it is encoded by a second copy of the tokenizer that has none.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        """Reads `file`, a `tokenizer.json` or a folder that holds one. Raises `TokenizerError` if it is missing or unusable."""
+        path = Path(file)
+        self.path = path / "tokenizer.json" if path.is_dir() else path
+        state, self._with_control = _read(self.path)
+        self._control_ids = {token["content"]: int(token["id"]) for token in state.get("added_tokens", [])}
+        self._plain = _without_control(state)
+        self._size = self._with_control.get_vocab_size(with_added_tokens=True)
+        self._bytes = [self._spelled(token) for token in range(self._size)]
+        self._control = frozenset(self._control_ids.values())
 
     def __len__(self) -> int:
-        return int(self._fast.get_vocab_size(with_added_tokens=True))
+        return self._size
 
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Every added token's text and id."""
-        return dict(self._added)
+    def _spelled(self, token: int) -> bytes:
+        text = self._with_control.id_to_token(token)
+        if text is None:  # a hole in the file's numbering decodes to nothing
+            return b""
+        # An added token is text as it stands; `É` in one is not byte 0xC9.
+        if text in self._control_ids or any(character not in _BYTE_OF for character in text):
+            return text.encode()
+        return bytes(_BYTE_OF[character] for character in text)
 
-    def control(self, name: str) -> int:
-        """The id of an added token by its text. Raises TokenizerError that lists near names if there is none."""
-        if name not in self._added:
-            raise TokenizerError(f"{self.path} has no token {name!r}; it has {', '.join(sorted(self._added)[:12])}, ...")
-        return self._added[name]
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Ids of `text`, nothing added in front or behind.
 
-    @property
-    def begin_id(self) -> int:
-        """The token every text starts with."""
-        return self.control(BEGIN)
+        With `allow_special` the spelling of an added token becomes that token: only for text that no user, document or
+        tool wrote. Raises `TokenizerError` for a text that is no valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair: "
+                "it has no UTF-8 form; send the whole character or leave it out"
+            ) from error
+        library = self._with_control if allow_special else self._plain
+        return list(library.encode(text, add_special_tokens=False).ids)
 
-    @property
-    def end_id(self) -> int:
-        """The token that ends a text."""
-        return self.control(END)
+    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `skip_control` leaves out added tokens.
 
-    def encode(self, text: str, *, begin: bool = False, control: bool = False) -> list[int]:
-        """Ids of a text. `begin` puts the begin token first; `control` lets added tokens in the text become their ids."""
-        fast = self._fast if control else self._plain
-        ids = list(fast.encode(text, add_special_tokens=False).ids)
-        return [self.begin_id, *ids] if begin else ids
+        Equal to the concatenation of what a `StreamDecoder` gives. Raises `TokenizerError` for an id outside the vocabulary.
+        """
+        stream = StreamDecoder(self, skip_control=skip_control)
+        return stream.feed(ids) + stream.finish()
 
-    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
-        """Text of ids; bytes that are no whole character become U+FFFD. Raises TokenizerError for an unknown id."""
-        unknown = [index for index in ids if not 0 <= index < len(self)]
-        if unknown:
-            raise TokenizerError(f"token id {unknown[0]} is outside 0..{len(self) - 1}")
-        return str(self._fast.decode(ids, skip_special_tokens=skip_special))
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that `token` stands for, perhaps part of a character. Raises `TokenizerError` if out of range."""
+        if not 0 <= token < self._size:
+            raise TokenizerError(f"token id {token} is outside 0..{self._size - 1} of {self.path}")
+        return self._bytes[token]
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is an added token."""
+        return token in self._control
+
+    def special_id(self, spelling: str) -> int:
+        """Id of the added token that the file spells so. Raises `MissingSpecialToken`."""
+        found = self._control_ids.get(spelling)
+        if found is None:
+            raise MissingSpecialToken(
+                f"{self.path} has no special token {spelling!r} (it has {len(self._control_ids)} others): "
+                "this tokenizer belongs to another release; use the one beside the model's weights"
+            )
+        return found
+
+    def has_special(self, spelling: str) -> bool:
+        """Whether the file has an added token of this spelling."""
+        return spelling in self._control_ids
+
+
+def _read(path: Path) -> tuple[dict[str, Any], _Library]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise TokenizerError(
+            f"no tokenizer at {path}: a model folder holds tokenizer.json beside its config.json; copy it there"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+    try:
+        library = _Library.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every problem
+        raise TokenizerError(f"{path} is not a tokenizer: {error}; fetch it again") from error
+    state: dict[str, Any] = json.loads(text)
+    kinds = state["model"].get("type"), (state.get("decoder") or {}).get("type")
+    if kinds != ("BPE", "ByteLevel"):
+        raise TokenizerError(
+            f"{path} has model {kinds[0]} and decoder {kinds[1]}; this model family uses byte-level BPE (BPE, ByteLevel)"
+        )
+    return state, library
+
+
+def _without_control(state: dict[str, Any]) -> _Library:
+    """The same tokenizer without added tokens, so that no text can match one.
+
+    They leave the BPE vocabulary too (some files list them there), except those that merges build: a BPE that looks whole
+    words up before merging would find them.
+    """
+    model = dict(state["model"])
+    parts = [merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", [])]
+    needed = {piece for merge in parts for piece in (*merge, "".join(merge))}
+    added = {token["content"] for token in state.get("added_tokens", [])} - needed
+    model["vocab"] = {text: token for text, token in model["vocab"].items() if text not in added or len(text) == 1}
+    if model.get("unk_token") in added:
+        model["unk_token"] = None
+    return _Library.from_str(json.dumps({**state, "model": model, "added_tokens": [], "post_processor": None}))
 
 
 class StreamDecoder:
-    """Ids one at a time to text as soon as it is certain. What is fed and what comes out agree byte for byte in the end.
+    """Turns a stream of ids into text as early as UTF-8 allows: only the bytes of an unfinished character are held.
 
-    Text is held only while the last token's bytes may be an unfinished character. A character U+FFFD that a token spells
-    out in full comes through; unfinished bytes at the end become one replacement character.
+    A character that really is U+FFFD is complete and passes at once; an unfinished one is given up as U+FFFD when a control
+    token or the end follows. One per reply; not thread-safe.
     """
 
-    MAX_HELD = 6  # more tokens than a character of four bytes can be spread over
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_control: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []
-        self._held: list[int] = []
+        self._skip_control = skip_control
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def feed(self, token: int) -> str:
-        """The text that this token makes certain, possibly empty."""
-        self._held.append(token)
-        text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._held) < self.MAX_HELD and self._unfinished(self._held[-1]):
-            return ""
-        self._context, self._held = self._held[-self.MAX_HELD :], []
-        return text
+    def feed(self, ids: Iterable[int]) -> str:
+        """Text that became certain with `ids`, perhaps empty. Raises `TokenizerError` for an id outside the vocabulary."""
+        pieces = []
+        for token in ids:
+            spelled = self._tokenizer.token_bytes(token)
+            if self._tokenizer.is_control(token):
+                pieces.append(self.finish())
+                if self._skip_control:
+                    continue
+            pieces.append(self._utf8.decode(spelled))
+        return "".join(pieces)
 
     def finish(self) -> str:
-        """What is still held, unfinished bytes replaced."""
-        text = self._new_text() if self._held else ""
-        self._context, self._held = [], []
+        """What is left: U+FFFD for an unfinished character, else nothing. The decoder can be used again afterwards."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
         return text
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._held)[len(before) :]
-
-    def _unfinished(self, token: int) -> bool:
-        """True unless the token spells its replacement character itself."""
-        return self._tokenizer.encode(self._tokenizer.decode([token])) != [token]
