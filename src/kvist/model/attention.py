@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import LayerSpec, ModelConfig
+from kvist.kernels.group_pool import group_pool
 from kvist.kernels.linear import linear
 from kvist.kernels.rotary import rotate
 from kvist.model.layers import Linear, QuantLinear, RMSNorm, inverse_frequencies, rotary_table
@@ -40,7 +41,7 @@ class Compressor(nn.Module):
         if groups.gate_GRC is None:
             latent_GC = groups.kv_GRC.squeeze(1)
         else:
-            latent_GC = (groups.kv_GRC * groups.gate_GRC.softmax(1)).sum(1)
+            latent_GC = group_pool(groups.kv_GRC, groups.gate_GRC, impl=self.norm.impl)
         return self.norm(latent_GC.to(self.dtype))
 
 

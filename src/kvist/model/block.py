@@ -48,7 +48,7 @@ class Block(nn.Module):
         if rows.engram_LNX is None:
             raise ValueError(f"layer {self.spec.index} needs Engram row ids; the batch has none")
         assert self.spec.engram is not None
-        return self.engram(x_NSD, rows.engram_LNX[self.spec.engram], rows.text_N)  # type: ignore[no-any-return]
+        return self.engram(x_NSD, rows.engram_LNX[self.spec.engram], rows.text_N)
 
     def forward(
         self, x_NSD: Tensor, pre_NS: Tensor, rows: Rows, memory: SharedMemory, shared: Shared, *, publish: bool = True

@@ -61,7 +61,8 @@ def hash_plan(config: ModelConfig) -> HashPlan:
     """Consecutive unused primes from `engram_vocab_size` up, and multipliers seeded by the layer index. Pure integers."""
     orders, heads = config.engram_max_ngram_size - 1, config.engram_n_heads
     layers = config.engram_layer_ids
-    primes, candidate = [], config.engram_vocab_size
+    primes: list[int] = []
+    candidate = config.engram_vocab_size
     while len(primes) < len(layers) * orders * heads:
         if _is_prime(candidate):
             primes.append(candidate)

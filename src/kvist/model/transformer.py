@@ -38,6 +38,9 @@ class Transformer(nn.Module):
     mtp: DraftBlocks | None
     vision: VisionTower | None
     aligner: Aligner | None
+    image_start: nn.Parameter
+    image_newline: nn.Parameter
+    image_end: nn.Parameter
 
     def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class Transformer(nn.Module):
 
     def logits(self, flow: Flow) -> Tensor:
         """float32 [N,V]: final norm and the float32 head."""
-        return self.head(self.norm(self.hidden(flow)))  # type: ignore[no-any-return]
+        return self.head(self.norm(self.hidden(flow)))
 
     def forward(self, rows: Rows, memory: SharedMemory) -> Flow:
         """All layers on all rows."""
