@@ -158,8 +158,10 @@ class Strict:
         return self.good[result.run.name][pair.at]
 
     def _experts_good(self, result: RunResult, pair: Pair) -> Tensor:
-        ids = result.pair(f"experts.{pair.layer}")
-        return self.good[result.run.name][pair.at] & same_sets(ids.got, ids.want)
+        """Good positions that chose the recorded experts; none where those are not recorded."""
+        chosen = [ids for ids in result.pairs("experts") if ids.layer == pair.layer]
+        same = same_sets(chosen[0].got, chosen[0].want) if chosen else torch.tensor(False)
+        return self.good[result.run.name][pair.at] & same
 
     def _latent_good(self, result: RunResult, pair: Pair) -> Tensor:
         """Rows all of whose tokens stand at good positions."""

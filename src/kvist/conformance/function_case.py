@@ -31,7 +31,12 @@ Pairs = Iterator[tuple[str, Tensor]]
 def function_checks(case: Case) -> Iterator[Check]:
     """Every recorded tensor of the case once; a name this runner does not know fails."""
     known: set[str] = set()
-    for results in (_sinkhorn(case), _rope(case), _engram(case), _images(case), _candidates(case), _attention(case)):
+    for group in (_sinkhorn, _rope, _engram, _images, _candidates, _attention):
+        try:
+            results = list(group(case))
+        except (RuntimeError, IndexError, TypeError, KeyError) as error:
+            group_name = group.__name__.strip("_")
+            raise CaseError(f"{case.folder}: inputs or parameters of {group_name} do not fit together: {error!r}") from error
         for name, got in results:
             if name in case.expected:
                 known.add(name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvist.conformance.case import Case, Run
 from kvist.conformance.errors import CaseError
-from kvist.images import ProcessedImage, preprocess
+from kvist.images import ImageError, ProcessedImage, preprocess
 from kvist.model.rows import Rows, Segment
 from kvist.model.transformer import Transformer
 
@@ -101,8 +101,10 @@ def _see(case: Case, run: Run, model: Transformer, index: int) -> SeenImage:
     config, vision, aligner = model.config.vision, model.vision, model.aligner
     if config is None or vision is None or aligner is None:
         raise CaseError(f"{_where(case, run)} has {run.images} images, but config.json has no vision_config")
-    pixels = case.given(run, f"image.{index}")
-    processed = preprocess(pixels.numpy(), config)
+    try:
+        processed = preprocess(case.given(run, f"image.{index}").numpy(), config)
+    except ImageError as error:
+        raise CaseError(f"{_where(case, run)}: image.{index}: {error}") from error
     plan = processed.plan
     start = int(integers(case, run, "image_starts", (run.images,))[index])
     if not 0 <= start <= run.prompt_len - plan.span_tokens:
