@@ -16,7 +16,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.kvist-installed
 EXTRAS := dev,hub,plot
-PYTEST_ARGS ?=
+# Two processes for two cores; PYTEST_ARGS=-n0 runs in one.
+PYTEST_ARGS ?= -n 2
 
 .PHONY: help setup demo test test-long check clean
 

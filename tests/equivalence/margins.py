@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from kvist.kernels import quantise as quantise_op
 from kvist.kernels.index_select import ref as index_ref
-from kvist.model import numerics as numerics_module
+from kvist.kernels.routing import ref as routing_ref
 from kvist.model.transformer import Transformer
 
 
@@ -30,7 +31,7 @@ class MarginRecorder:
         self.margins: list[Tensor] = []
 
     def __enter__(self) -> MarginRecorder:
-        original_top, original_fake = index_ref.top_rows, numerics_module.fake_fp8
+        original_top, original_fake = index_ref.top_rows, quantise_op._REFERENCES["fp8"]
 
         def top_rows(scores: Tensor, allowed: Tensor, k: int) -> Tensor:
             self._note(_choice_margin(scores, allowed, k))
@@ -42,8 +43,8 @@ class MarginRecorder:
 
         self._patches = [
             mock.patch.object(index_ref, "top_rows", top_rows),
-            mock.patch("kvist.model.moe.top_rows", top_rows),
-            mock.patch.object(numerics_module, "fake_fp8", fake_fp8),
+            mock.patch.object(routing_ref, "top_rows", top_rows),
+            mock.patch.dict(quantise_op._REFERENCES, {"fp8": fake_fp8}),
         ]
         for patch in self._patches:
             patch.start()

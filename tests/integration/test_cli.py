@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def kvist(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvist", *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **env}
+    environment.pop("COLUMNS", None)  # set by parallel test runs; it would cut the tables
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=cwd, env=environment)
 
 

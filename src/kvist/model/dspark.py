@@ -120,7 +120,8 @@ class DraftBlocks(nn.ModuleList):
     def context(self, targets: tuple[Tensor, ...]) -> Tensor:
         """Stream means of the target layers' inputs, each [N,D] -> the vector c [N,D] all blocks condition on."""
         first = self[0]
-        return first.main_norm(first.main_proj(torch.cat(targets, 1)))  # type: ignore[union-attr, operator]
+        assert isinstance(first, DraftBlock)
+        return first.main_norm(first.main_proj(torch.cat(targets, 1)))
 
     def observe(self, targets: tuple[Tensor, ...], rows: Rows, memory: DenseMemory) -> None:
         """Fill the draft windows from accepted tokens' target states."""
