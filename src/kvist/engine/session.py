@@ -8,17 +8,23 @@ only on the last positions, `bounded` (the window, as published) or `exact`. Mus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvist.engine.errors import EmptyPrompt, RequestTooLong
+from kvist.kernels.native import one_torch_thread
 from kvist.model.dspark import Draft
 from kvist.model.memory import DenseMemory, Shared
 from kvist.model.rows import Rows, consecutive_rows
 from kvist.model.transformer import Flow, Transformer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 REPLAY_MODES = ("bounded", "exact")
 
@@ -63,6 +69,18 @@ class Sequence:
         self.text_T = torch.cat([self.text_T, torch.ones(1, dtype=torch.bool)])
 
 
+def _inference(method: Callable[Concatenate[Session, P], R]) -> Callable[Concatenate[Session, P], R]:
+    """Run a method without gradients and, where operators are native, with torch's threads out of their way."""
+
+    @wraps(method)
+    def run(self: Session, *args: P.args, **kwargs: P.kwargs) -> R:
+        native = self.model.numerics.product_impl == "cpu"
+        with torch.inference_mode(), one_torch_thread() if native else nullcontext():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Session:
     """A model, a memory and a way to run requests through both.
 
@@ -102,7 +120,7 @@ class Session:
             )
         self.model.check_ids(sequence.ids_T)
 
-    @torch.inference_mode()
+    @_inference
     def prefill(self, sequences: list[Sequence], progress: Callable[[Progress], None] | None = None) -> Tensor:
         """Run prompts (ragged) in chunks; logits [R,V] after each prompt's last token."""
         for sequence in sequences:
@@ -115,7 +133,7 @@ class Session:
                 progress(Progress(done=done, total=total))
         return self._decode_tails(sequences)
 
-    @torch.inference_mode()
+    @_inference
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """Run the one token each sequence has beyond what is computed, through all layers; logits [R,V]."""
         for sequence in sequences:
@@ -128,7 +146,7 @@ class Session:
             sequence.computed += 1
         return self.model.logits(flow)
 
-    @torch.inference_mode()
+    @_inference
     def draft(self, sequences: list[Sequence], first_ids: list[int]) -> Draft:
         """Propose the tokens after `first_ids`, which are taken as accepted at each sequence's next position."""
         if self.model.mtp is None:
@@ -137,7 +155,7 @@ class Session:
         slots = [s.slot for s in sequences]
         return self.model.mtp.forward(torch.tensor(first_ids), positions, slots, self.memory, self.model.embed, self.model.head)
 
-    @torch.inference_mode()
+    @_inference
     def score(self, ids: Tensor, images: tuple[ImageSpan, ...] = ()) -> Tensor:
         """Logits [T,V] of every position: all layers on all positions, equal to the full forward whatever `chunk` is."""
         with self.slot() as slot:

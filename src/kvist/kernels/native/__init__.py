@@ -4,7 +4,17 @@ Owns the shared library and packed copies of weights. Must not know layers, cach
 """
 
 from kvist.kernels.native.build import NativeBuildError, library
-from kvist.kernels.native.calls import empty, f32, format_code, i64, native_or_none, reference_runs, refuse_gradients, threads
+from kvist.kernels.native.calls import (
+    empty,
+    f32,
+    format_code,
+    i64,
+    native_or_none,
+    one_torch_thread,
+    reference_runs,
+    refuse_gradients,
+    threads,
+)
 from kvist.kernels.native.packed import Packed, packed
 
 __all__ = [
@@ -16,6 +26,7 @@ __all__ = [
     "i64",
     "library",
     "native_or_none",
+    "one_torch_thread",
     "packed",
     "reference_runs",
     "refuse_gradients",

@@ -55,7 +55,7 @@ def machine_flags() -> tuple[str, ...]:
 def digest(compiler: str) -> str:
     """Hash of everything the library's bytes depend on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = [version, " ".join(FLAGS + machine_flags()).encode(), _processor()]
+    parts = [version, " ".join((*FLAGS, *machine_flags())).encode(), _processor()]
     for source in sorted(FOLDER.glob("*.[ch]")):
         parts += [source.name.encode(), source.read_bytes()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
@@ -78,32 +78,34 @@ def cache_folder() -> Path:
 
 
 def build(compiler: str, path: Path) -> None:
-    """Compile all sources side by side, link, and move the library to `path` in one step. Raises NativeBuildError."""
+    """Compile all sources side by side, link, and move the library to `path` in one step. Raises NativeBuildError.
+
+    First for this processor, then, if the compiler does not know it, for the plain architecture.
+    """
+    failure = ""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        for machine in (machine_flags(), ()):
-            objects, failure = _compile([compiler, *FLAGS, *machine], Path(scratch))
+        for options in (machine_flags(), ()):
+            built = Path(scratch) / path.name
+            failure = _compile_and_link([compiler, *FLAGS, *options], Path(scratch), built)
             if not failure:
-                break
-            LOG.warning("%s rejects %s; building for the plain architecture", compiler, " ".join(machine) or "the sources")
-        if failure:
-            raise NativeBuildError(f"{compiler} cannot build the native operators; use impl 'ref' or set CC. It says:\n{failure}")
-        library_path = Path(scratch) / path.name
-        link = [compiler, "-shared", "-pthread", "-o", str(library_path), *map(str, objects), "-lm"]
-        result = subprocess.run(link, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise NativeBuildError(f"{compiler} cannot link the native operators:\n{result.stderr}")
-        os.replace(library_path, path)
+                os.replace(built, path)
+                return
+            LOG.warning("%s cannot build the native operators with %s", compiler, " ".join(options) or "plain options")
+    raise NativeBuildError(f"{compiler} cannot build the native operators; use impl 'ref' or set CC. It says:\n{failure}")
 
 
-def _compile(command: list[str], scratch: Path) -> tuple[list[Path], str]:
+def _compile_and_link(command: list[str], scratch: Path, target: Path) -> str:
+    """The compiler's complaints; empty if all went well."""
     running = []
     for source in sorted(FOLDER.glob("*.c")):
-        target = scratch / f"{source.stem}.o"
-        arguments = [*command, "-c", str(source), "-o", str(target)]
-        running.append((target, subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)))
-    failures = [process.communicate()[1] for _, process in running]
-    failed = any(process.returncode for _, process in running)
-    return [target for target, _ in running], "\n".join(failures) if failed else ""
+        arguments = [*command, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")]
+        running.append(subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True))
+    failures = [process.communicate()[1] for process in running]
+    if any(process.returncode for process in running):
+        return "\n".join(failures)
+    objects = [str(scratch / f"{source.stem}.o") for source in sorted(FOLDER.glob("*.c"))]
+    result = subprocess.run([*command, "-shared", *objects, "-o", str(target), "-lm"], capture_output=True, text=True, check=False)
+    return result.stderr or "the linker failed without a word" if result.returncode else ""
 
 
 def _processor() -> bytes:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -17,12 +20,16 @@ from kvist.kernels.native.build import library
 LOG = logging.getLogger("kvist.kernels")
 FORMATS = {"fp8": 0, "mxfp4": 1, "main_fp4": 2}
 
+_threads = int(os.environ.get("KVIST_THREADS", "0")) or (
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+)
 _CODES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
     "kvist_quantise": "ppnnii",
     "kvist_pack": "pnnip",
     "kvist_linear": "pnnnpinpiii",
     "kvist_rms_norm": "pppnnfi",
+    "kvist_group_pool": "pppnnn",
     "kvist_rotate": "ppppnnnnii",
     "kvist_enter": "pppippppppp" + "nnniffi",
     "kvist_leave": "pppppnnni",
@@ -63,8 +70,22 @@ def empty(*shape: int) -> Tensor:
 
 
 def threads() -> int:
-    """As many threads as torch may use."""
-    return torch.get_num_threads()
+    """As many threads as this process has processors; `KVIST_THREADS` says otherwise."""
+    return _threads
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Torch's own operators on one thread inside: their idle workers spin and would take the cores from native ones."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def format_code(name: str) -> int:

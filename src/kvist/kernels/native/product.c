@@ -186,5 +186,6 @@ void kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, 
     linear_job job = {x, y, NULL, rows, groups * inputs, outputs, groups, w, format, exact, rows < 8 && groups == 1};
     int64_t work = rows * outputs * inputs;
     int64_t count = job.by_panel ? (outputs + 15) / 16 : rows;
-    parallel_ranges(linear_range, &job, count, work < (job.by_panel ? 1 << 20 : 1 << 18) ? 1 : threads);
+    /* A few rows are bound by reading the weight: waking a thread pays from some 16 MB on. */
+    parallel_ranges(linear_range, &job, count, work < (job.by_panel ? 1 << 23 : 1 << 18) ? 1 : threads);
 }

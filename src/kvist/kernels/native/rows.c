@@ -1,4 +1,4 @@
-/* Row-wise operators: RMSNorm, rotary embedding of the last channels, hyper-connection enter and leave. Knows no layer. */
+/* Row-wise operators: RMSNorm, rotary embedding of the last channels, group pooling, hyper-connection enter and leave. Knows no layer. */
 #include "kvist.h"
 
 INLINE float mean_square(const float *x, int64_t n)
@@ -176,4 +176,20 @@ void kvist_leave(const float *y, const float *x, const float *post, const float 
 {
     leave_job job = {y, x, post, comb, out, streams, width};
     parallel_ranges(leave_range, &job, rows, rows < 16 ? 1 : threads);
+}
+
+/* kv, gate [groups][ratio][width]: each channel's softmax over the group's gates weighs its values. */
+void kvist_group_pool(const float *kv, const float *gate, float *out, int64_t groups, int64_t ratio, int64_t width)
+{
+    for (int64_t g = 0; g < groups; g++, kv += ratio * width, gate += ratio * width, out += width)
+        for (int64_t c = 0; c < width; c++) {
+            float peak = gate[c], total = 0, sum = 0;
+            for (int64_t r = 1; r < ratio; r++) peak = gate[r * width + c] > peak ? gate[r * width + c] : peak;
+            for (int64_t r = 0; r < ratio; r++) {
+                float weight = expf(gate[r * width + c] - peak);
+                total += weight;
+                sum += weight * kv[r * width + c];
+            }
+            out[c] = sum / total;
+        }
 }
