@@ -178,6 +178,46 @@ def demo(model: Annotated[str, typer.Argument(metavar="MODEL", help="a model to 
 
 
 @app.command()
+def train(
+    model: Annotated[str, typer.Argument(metavar="PRESET|CONFIG", help="a preset or the config.json of what to train")],
+    data: Annotated[Path, typer.Option(help="token folder made by python -m kvist.train.corpus")],
+    out: Annotated[Path, typer.Option(help="state, metrics and the checkpoint go here; an existing state is continued")],
+    stages: Annotated[str, typer.Option(help="of train,draft,export,evaluate,baseline")] = "train,draft,export,evaluate",
+    recipe: Annotated[str, typer.Option(help="JSON of recipe fields, e.g. '{\"steps\": 200}'")] = "{}",
+    mixture: Annotated[str, typer.Option(help="JSON of mixture fields")] = "{}",
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; none: the shipped model's of that name")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
+    stop_after: Annotated[float | None, typer.Option(metavar="SECONDS", help="save and leave after this long")] = None,
+    draft_steps: Annotated[int, typer.Option(help="steps of the draft stage")] = 400,
+) -> None:
+    """Train from scratch: backbone, draft, export to the released format, judgement on held-out works."""
+    import json
+    from dataclasses import replace
+
+    from kvist.train.loop import Recipe
+    from kvist.train.run import run
+    from kvist.train.sampling import Mixture
+
+    try:
+        settings = replace(Recipe(), **json.loads(recipe)), replace(Mixture(), **json.loads(mixture))
+    except TypeError as error:
+        raise ValueError(f"--recipe and --mixture take JSON objects of known fields: {error}") from error
+    result = run(
+        model,
+        data,
+        out,
+        recipe=settings[0],
+        mixture=settings[1],
+        stages=tuple(stages.split(",")),
+        tokenizer=tokenizer,
+        device=device,
+        stop_after=stop_after,
+        draft_steps=draft_steps,
+    )
+    print(json.dumps(result, indent=1))
+
+
+@app.command()
 def conformance(
     cases: Annotated[list[Path] | None, typer.Argument(metavar="[DIR]...", help="golden cases; none: the shipped ones")] = None,
     impl: Annotated[str | None, typer.Option(help="operator implementation to test; none: the runner's default")] = None,
