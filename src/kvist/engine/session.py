@@ -73,7 +73,7 @@ def _inference(method: Callable[Concatenate[Session, P], R]) -> Callable[Concate
     """Run a method without gradients and, where operators are native, with torch's threads out of their way."""
 
     @wraps(method)
-    def run(self: Session, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> R:
         native = self.model.numerics.product_impl == "cpu"
         with torch.inference_mode(), one_torch_thread() if native else nullcontext():
             return method(self, *args, **kwargs)

@@ -34,9 +34,7 @@ def enter(
     same streams in float32. Raises ValueError for an unknown `impl`.
     """
     if impl == "cpu":
-        return enter_cpu(
-            x_NSD, pre_NS, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps
-        )
+        return enter_cpu(x_NSD, pre_NS, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps)
     if impl not in ("ref", "rows16", "wide"):
         raise ValueError(f"hyper-connections have no impl {impl!r}; known: ref, rows16, wide, cpu")
     return enter_ref(

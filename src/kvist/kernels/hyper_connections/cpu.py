@@ -31,9 +31,7 @@ def enter_cpu(
     if native is None or x_NSD.dtype is not torch.float32:  # bfloat16 rounds between collapse and norm; torch does that
         if native is not None:
             reference_runs("hyper_connections.enter", str(x_NSD.dtype))
-        return enter_ref(
-            x_NSD, pre_NS, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps
-        )
+        return enter_ref(x_NSD, pre_NS, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps)
     refuse_gradients(x_NSD, fn_FX)
     n, s, d = x_NSD.shape
     if s > MOST_STREAMS:
@@ -73,7 +71,5 @@ def leave_cpu(y_ND: Tensor, x_NSD: Tensor, mix: Mix) -> Tensor:
     y, x, post, comb = f32(y_ND), f32(x_NSD), f32(mix.post_NS), f32(mix.comb_NSS)
     out = torch.empty_like(x)
     n, s, d = x.shape
-    native.kvist_leave(
-        y.data_ptr(), x.data_ptr(), post.data_ptr(), comb.data_ptr(), out.data_ptr(), n, s, d, threads()
-    )
+    native.kvist_leave(y.data_ptr(), x.data_ptr(), post.data_ptr(), comb.data_ptr(), out.data_ptr(), n, s, d, threads())
     return out if x_NSD.dtype is torch.float32 else out.to(x_NSD.dtype)

@@ -104,7 +104,8 @@ def _compile_and_link(command: list[str], scratch: Path, target: Path) -> str:
     if any(process.returncode for process in running):
         return "\n".join(failures)
     objects = [str(scratch / f"{source.stem}.o") for source in sorted(FOLDER.glob("*.c"))]
-    result = subprocess.run([*command, "-shared", *objects, "-o", str(target), "-lm"], capture_output=True, text=True, check=False)
+    link = [*command, "-shared", *objects, "-o", str(target), "-lm"]
+    result = subprocess.run(link, capture_output=True, text=True, check=False)
     return result.stderr or "the linker failed without a word" if result.returncode else ""
 
 

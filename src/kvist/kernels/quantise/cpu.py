@@ -21,7 +21,5 @@ def quantise_cpu(x: Tensor, form: str, reference: Callable[[Tensor], Tensor]) ->
     refuse_gradients(x)
     source = f32(x)
     out = torch.empty_like(source)
-    native.kvist_quantise(
-        source.data_ptr(), out.data_ptr(), source.numel() // width, width, format_code(form), threads()
-    )
+    native.kvist_quantise(source.data_ptr(), out.data_ptr(), source.numel() // width, width, format_code(form), threads())
     return out if x.dtype is torch.float32 else out.to(x.dtype)

@@ -18,7 +18,5 @@ def rms_norm_cpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     source, weight = f32(x), f32(weight_D)
     out = torch.empty_like(source)
     width = len(weight)
-    native.kvist_rms_norm(
-        source.data_ptr(), weight.data_ptr(), out.data_ptr(), source.numel() // width, width, eps, threads()
-    )
+    native.kvist_rms_norm(source.data_ptr(), weight.data_ptr(), out.data_ptr(), source.numel() // width, width, eps, threads())
     return out if x.dtype is torch.float32 else out.to(x.dtype)

@@ -34,5 +34,14 @@ def route(
         raise ValueError(f"cannot choose {k} of {gate_ED.shape[0]} experts")
     run = route_cpu if impl == "cpu" else route_ref
     return run(
-        x_ND, gate_ED, bias_text_E, bias_image_E, text_N, k=k, temperature=temperature, normalise=normalise, scale=scale, impl=impl
+        x_ND,
+        gate_ED,
+        bias_text_E,
+        bias_image_E,
+        text_N,
+        k=k,
+        temperature=temperature,
+        normalise=normalise,
+        scale=scale,
+        impl=impl,
     )
