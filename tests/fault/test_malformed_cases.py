@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from kvist.conformance import run_case
+from kvist.conformance import conformance, run_case
 from tests.golden.conftest import case_dir
 from tests.golden.synthetic import edit_json, edit_tensors
 
@@ -91,6 +92,9 @@ MODEL: dict[str, tuple[Break, str]] = {
     "exact of another shape": (meta(tolerances={"exact": "all"}), "tolerances.exact must be a list"),
     "unknown group": (meta(tolerances={"mood": {}}), "unknown groups mood"),
     "strict without a share": (meta(tolerances={"strict": {"logits_abs": 1e-4}}), "min_fraction_of_positions"),
+    "name that paints": (meta(name="\x1b[31mred"), "name must be 1 to 100 printable characters"),
+    "nameless": (meta(name=""), "name must be 1 to 100 printable characters"),
+    "run name of two lines": (first_run(name="a\nb"), "the name of a run must be 1 to 100 printable"),
     "no runs": (meta(runs=[]), "non-empty list of runs"),
     "nameless run": (meta(runs=[{"prompt_len": 3}]), "an object with a name"),
     "run twice": (meta(runs=[{"name": "r0", "prompt_len": 3}] * 2), "listed twice"),
@@ -141,6 +145,10 @@ FUNCTIONS: dict[str, tuple[Break, str]] = {
         lambda folder: edit_json(folder / "case.json", lambda d: d["parameters"]["sinkhorn"].update(hc_mult=3)),
         "sinkhorn do not fit together",
     ),
+    "endless iterations": (
+        lambda folder: edit_json(folder / "case.json", lambda d: d["parameters"]["sinkhorn"].update(iterations=[10**12])),
+        "sinkhorn iterations must lie in 1..1000",
+    ),
     "odd mask name": (
         tensors("expected", lambda t: t.update({"candidates.3by4/mask": t["candidates.3x4/mask"].clone()})),
         "must read candidates.<blocks>x<size>/mask",
@@ -189,6 +197,14 @@ def test_unknown_tensors_of_small_kinds_fail_a_line(tmp_path: Path):
         failed = [check for check in run_case(folder) if check.failed]
         assert [check.quantity for check in failed] == ["recorded tensors"]
         assert "weather" in failed[0].detail
+
+
+def test_markup_in_a_name_is_printed_as_it_is(tmp_path: Path):
+    folder = linked("quantisers", tmp_path / "case")
+    meta(name="[/red] [bold")(folder)
+    console = Console(record=True, width=200)
+    assert conformance([folder], console=console) == 0
+    assert "[/red] [bold (" in console.export_text()
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path):

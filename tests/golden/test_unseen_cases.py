@@ -99,7 +99,7 @@ def test_window_layers_only(tmp_path: Path, tokenizer: Path):
 
 
 def test_other_ratios_pools_streams_drafts_and_shards(tmp_path: Path, tokenizer: Path):
-    runs = [run("a", 1, 6, drafts=True), run("b", 23, 9, drafts=True, layerwise=True), run("c", 4, layerwise=True)]
+    runs = [run("a", 1, 6, drafts=True), run("b", 23, 9, drafts=True, layerwise=True), run("c", 4, layerwise=True), run("d", 1)]
     folder = build_case(tmp_path / "odd", tokenizer, table_sizes(ODD_RATIOS), runs, shard_bytes=100_000, seed=4)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 3
     names = passes(folder)

@@ -24,6 +24,7 @@ KINDS = ("model", "quantisers", "pure-functions")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEMANTICS = ("fixed", "released")
 MAX_JSON_BYTES = 16 << 20
+MAX_NAME = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def load_case(folder: str | Path) -> Case:
         raise CaseError(f"{file}: files must be an object, got {files!r}")
     return Case(
         folder=folder,
-        name=str(meta.get("name", folder.name)),
+        name=_label(file, "name", meta.get("name", folder.name)),
         kind=kind,
         dtype=dtype,
         semantics=semantics,
@@ -160,6 +161,13 @@ def _read_tensors(folder: Path, name: Any) -> Mapping[str, Tensor]:
         raise CaseError(f"{file} is not a readable safetensors file: {error}") from error
 
 
+def _label(file: Path, what: str, value: Any) -> str:
+    """A name that is safe to print."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME:
+        raise CaseError(f"{file}: {what} must be 1 to {MAX_NAME} printable characters, got {value!r:.80}")
+    return value
+
+
 def _choice(file: Path, meta: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
     value = meta.get(key)
     if value not in known:
@@ -175,7 +183,7 @@ def _runs(file: Path, meta: Mapping[str, Any]) -> tuple[Run, ...]:
     for at, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
             raise CaseError(f"{file}: runs[{at}] must be an object with a name, got {entry!r}")
-        where = f"{file}: run {entry['name']!r}"
+        where = f"{file}: run {_label(file, 'the name of a run', entry['name'])!r}"
         counts = {
             "prompt_len": entry.get("prompt_len"),
             "decode_steps": entry.get("decode_steps", 0),

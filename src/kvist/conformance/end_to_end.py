@@ -97,7 +97,17 @@ class Strict:
             pair = result.pair("logits")
             bad = pair.at[~self.good[result.run.name][pair.at]]
             if len(bad):
-                return f"; first other: {result.run.name} position {int(bad[0])}"
+                at = int(bad[0])
+                return f"; first other: {result.run.name} position {at}" + self._first_layer(result, at)
+        return ""
+
+    def _first_layer(self, result: RunResult, position: int) -> str:
+        """Where to look: the first layer whose streams leave the bound at a position, if its streams are recorded."""
+        bound = self.limits.get("residual_rel_l2", self.bound)
+        for pair in result.pairs("residual"):
+            here = pair.at == position
+            if bool(here.any()) and row_rel_l2(pair.got[here], pair.want[here]).item() > limit(bound, "strict.residual_rel_l2"):
+                return f" from layer {pair.layer} on"
         return ""
 
     def _selection(self, quantity: str) -> Iterator[Check]:

@@ -25,6 +25,7 @@ from kvist.model.engram import hash_plan, hash_rows
 from kvist.model.layers import inverse_frequencies, rotary_table
 from kvist.presets import preset
 
+MAX_ITERATIONS = 1000
 Pairs = Iterator[tuple[str, Tensor]]
 
 
@@ -80,6 +81,8 @@ def _sinkhorn(case: Case) -> Pairs:
         return
     settings = _parameters(case, "sinkhorn")
     for iterations in settings["iterations"]:
+        if not 1 <= iterations <= MAX_ITERATIONS:
+            raise CaseError(f"{case.folder}: sinkhorn iterations must lie in 1..{MAX_ITERATIONS}, got {iterations}")
         mix = sinkhorn_coefficients(
             _given(case, "sinkhorn/mixes"),
             _given(case, "sinkhorn/scale"),

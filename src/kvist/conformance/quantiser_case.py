@@ -43,7 +43,9 @@ def unknown_tensors(case: Case, known: set[str]) -> Iterator[Check]:
     """A failed line for recorded tensors that nothing was compared with."""
     left = sorted(set(case.expected) - known)
     if left:
-        yield judged("recorded tensors", False, f"this runner knows no tensor called {', '.join(left[:5])} ({len(left)} in all)")
+        yield judged(
+            "recorded tensors", False, f"this runner knows no tensor called {', '.join(map(repr, left[:5]))} ({len(left)} in all)"
+        )
 
 
 def pattern_limits(case: Case, name: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvist.conformance.case import Case, load_case
 from kvist.conformance.check import FAIL, NOTE, PASS, Check, judged
@@ -96,7 +97,7 @@ def conformance(
 
 def table(checks: Sequence[Check], title: str) -> Table:
     """The checks of one or more cases as a table."""
-    out = Table(title=title, title_justify="left", expand=False)
+    out = Table(title=Text(title), title_justify="left", expand=False)
     for header in ("case", "quantity"):
         out.add_column(header, overflow="fold")
     for header in ("max abs error", "cosine", "argmax", "top-k"):
@@ -105,8 +106,10 @@ def table(checks: Sequence[Check], title: str) -> Table:
         out.add_column(header, overflow="fold")
     for check in checks:
         shares = (_number(check.max_abs, "{:.3g}"), _number(check.cosine, "{:.7f}"), _share(check.argmax), _share(check.topk))
-        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        out.add_row(check.case, check.quantity, *shares, verdict, check.detail.replace("[", r"\["))
+        # Names and details hold what a file said; as `Text` none of it is read as markup.
+        out.add_row(
+            Text(check.case), Text(check.quantity), *shares, Text(check.verdict, style=STYLES[check.verdict]), Text(check.detail)
+        )
     return out
 
 
