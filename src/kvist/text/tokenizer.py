@@ -47,7 +47,7 @@ class Tokenizer:
         path = Path(file)
         self.path = path / "tokenizer.json" if path.is_dir() else path
         state, self._with_control = _read(self.path)
-        self._control_ids = {token["content"]: int(token["id"]) for token in state.get("added_tokens", [])}
+        self._control_ids = _control_ids(self.path, state, self._with_control)
         self._plain = _without_control(state)
         self._size = self._with_control.get_vocab_size(with_added_tokens=True)
         self._bytes = [self._spelled(token) for token in range(self._size)]
@@ -136,17 +136,33 @@ def _read(path: Path) -> tuple[dict[str, Any], _Library]:
     return state, library
 
 
+def _control_ids(path: Path, state: dict[str, Any], library: _Library) -> dict[str, int]:
+    """Ids of the added tokens by spelling; refuses files in which they are not the file's, or are ordinary text too."""
+    model = state["model"]
+    merges = (merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", []))
+    ordinary = {piece for merge in merges for piece in (*merge, "".join(merge))} | set(_BYTE_OF)
+    ids: dict[str, int] = {}
+    for token in state.get("added_tokens", []):
+        text: str = token["content"]
+        number = library.token_to_id(text)
+        if number is None or number != token["id"]:
+            raise TokenizerError(
+                f"{path} gives added token {text!r} the id {token['id']}, but its place is {number}: renumber it"
+            )
+        if text in ordinary:
+            raise TokenizerError(f"{path} has {text!r} both as an added token and as a piece of ordinary text; remove one")
+        ids[text] = number
+    return ids
+
+
 def _without_control(state: dict[str, Any]) -> _Library:
     """The same tokenizer without added tokens, so that no text can match one.
 
-    They leave the BPE vocabulary too (some files list them there), except those that merges build: a BPE that looks whole
-    words up before merging would find them.
+    They leave the BPE vocabulary too (some files list them there): a BPE that looks whole words up would find them.
     """
     model = dict(state["model"])
-    parts = [merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", [])]
-    needed = {piece for merge in parts for piece in (*merge, "".join(merge))}
-    added = {token["content"] for token in state.get("added_tokens", [])} - needed
-    model["vocab"] = {text: token for text, token in model["vocab"].items() if text not in added or len(text) == 1}
+    added = {token["content"] for token in state.get("added_tokens", [])}
+    model["vocab"] = {text: number for text, number in model["vocab"].items() if text not in added}
     if model.get("unk_token") in added:
         model["unk_token"] = None
     return _Library.from_str(json.dumps({**state, "model": model, "added_tokens": [], "post_processor": None}))
