@@ -152,7 +152,7 @@ class ReplyParser:
     def _text_tag(self, mark: str, after: int) -> bool:
         """A DSML mark outside the calls: opens them, or is dropped together with the tag it belongs to."""
         rest = self._text[after : after + MAX_TAG_CHARACTERS]
-        if not rest or any(len(rest) < len(tag) and tag.startswith(rest) for tag in (CALLS + ">", *_STRAY_TAGS)):
+        if any(len(rest) < len(tag) and tag.startswith(rest) for tag in (CALLS + ">", *_STRAY_TAGS)):
             return False
         if mark == OPEN_TAG and rest.startswith(CALLS + ">"):
             self._at = after + len(CALLS) + 1
