@@ -10,7 +10,10 @@ from importlib import import_module
 
 from benchmarks.cases import Benchmark
 
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "nano-decode-b1": "nano_decode",
+    "nano-prefill": "nano_prefill",
+}
 
 
 def find(name: str) -> Benchmark:

@@ -17,7 +17,6 @@ from kvist.kernels.index_select import ref as index_ref
 from kvist.kernels.routing import ref as routing_ref
 from kvist.model.transformer import Transformer
 
-
 # Sums of this toy in another order differ by well under 5e-7 of a group's largest value. A row has thousands of values,
 # so a rounding margin is recorded in units in which that noise is the 1e-5 of the other margins.
 ROUNDING_UNITS = 20.0

@@ -63,7 +63,7 @@ class Naive:
     """The block in float64, token by token."""
 
     def __init__(self, block: Block, config: ModelConfig) -> None:
-        self.p = {name: value for name, value in block.named_parameters()}
+        self.p = dict(block.named_parameters())
         self.c = config
 
     def w(self, name: str) -> Tensor:

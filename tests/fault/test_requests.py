@@ -56,7 +56,7 @@ def test_image_span_outside_the_prompt() -> None:
 
 @pytest.mark.parametrize("options", [{"replay": "window"}, {"chunk": 0}])
 def test_session_options(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="replay must be|chunk must be"):
+    with pytest.raises(ValueError, match=r"replay must be|chunk must be"):
         Session(toy(0, False), **options)
 
 

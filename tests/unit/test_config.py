@@ -35,7 +35,7 @@ def test_released_schedule() -> None:
 
 
 def test_unknown_preset_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown preset 'v5'.*nano"):
+    with pytest.raises(ConfigError, match=r"unknown preset 'v5'.*nano"):
         preset("v5")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,7 +44,7 @@ class GenerateParams:
     """One request's wishes. `ignore_end` goes on past the end token (benchmarks)."""
 
     max_tokens: int = 128
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stops: tuple[str, ...] = ()
     ignore_end: bool = False
 
