@@ -38,6 +38,7 @@ _SIGNATURES = {
     "kvist_attend": "ppppppp" + "nnnnnii",
     "kvist_select": "ppppppp" + "nnnnnnnni",
 }
+NATIVE_FUNCTIONS = tuple(_SIGNATURES)
 
 
 @cache

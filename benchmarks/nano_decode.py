@@ -1,0 +1,89 @@
+"""nano, one stream, decode at 4K and 16K of context on the CPU: native operators against the reference, and calls a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase
+from benchmarks.nano_model import (
+    count_calls,
+    decode_bytes,
+    gate,
+    nano,
+    observe_cost,
+    prefilled,
+    read_bandwidth,
+    require_close,
+    twin,
+    weights_label,
+)
+from kvist.engine.session import Sequence, Session
+
+TOKENS = 32
+
+
+def _decode(session: Session, sequence: Sequence, tokens: int = TOKENS) -> torch.Tensor:
+    logits = []
+    for step in range(tokens):
+        sequence.append(100 + step)
+        logits.append(session.decode([sequence]))
+    return torch.cat(logits)
+
+
+def _single(session: Session, sequence: Sequence, impl: str) -> torch.Tensor:
+    """Logits [16,V] of 16 different next tokens, none of which sees another."""
+    logits = []
+    for token in range(100, 116):
+        copy, ids = twin(session, sequence, impl)
+        ids.append(token)
+        logits.append(copy.decode([ids]))
+    return torch.cat(logits)
+
+
+def _build(options: Options) -> Iterator[Case]:
+    gate()
+    for context in (512,) if options.quick else (4096, 16384):
+        session, sequence = prefilled("cpu", context)
+        reference, reference_sequence = twin(session, sequence, "ref")
+
+        def check(state: tuple[Session, Sequence] = (session, sequence)) -> None:
+            require_close(_single(*state, "cpu"), _single(*state, "ref"), "16 tokens, each decoded from the same memory")
+
+        moved = decode_bytes(nano("cpu"), context) + observe_cost(nano("cpu"))
+        label = f"{context // 1024}K, {weights_label()}" if context >= 1024 else f"{context}, {weights_label()}"
+        yield TimedCase(
+            name=label,
+            variants={
+                "cpu": lambda s=session, q=sequence: _decode(s, q),  # type: ignore[misc]
+                "ref": lambda s=reference, q=reference_sequence: _decode(s, q),  # type: ignore[misc]
+            },
+            subject="cpu",
+            check=check,
+            work=TOKENS,
+            unit="tokens/s",
+            floor=read_bandwidth() / moved,
+            moved_bytes=moved * TOKENS,
+        )
+        yield from _calls(label, session, sequence, reference, reference_sequence)
+
+
+def _calls(label: str, session: Session, sequence: Sequence, other: Session, other_sequence: Sequence) -> Iterator[Case]:
+    native, operators = count_calls(lambda: _decode(session, sequence, tokens=1))
+    _, reference_operators = count_calls(lambda: _decode(other, other_sequence, tokens=1))
+    yield CountedCase(
+        name=f"calls a token, {label}",
+        count=lambda: native + operators,
+        check=lambda: None,
+        unit="calls",
+        better="lower",
+        peers={"native calls": native, "torch calls": operators, "ref torch calls": reference_operators},
+    )
+
+
+BENCHMARK = Benchmark(
+    name="nano-decode-b1",
+    summary="nano on the CPU: one stream, tokens a second at 4K and 16K, calls a token, the weight-read limit",
+    build=_build,
+)
