@@ -1,0 +1,184 @@
+"""The run as a command: backbone, draft stage, export, judgement and the dense comparison, each over one state folder.
+
+Owns the wiring of files to functions. `run` is what `kvist train` calls; `python -m kvist.train.run` serves launchers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvist.config import ModelConfig
+from kvist.config_json import load_config
+from kvist.presets import PRESETS, preset
+from kvist.text.token_map import token_map
+from kvist.train.baseline import train_dense
+from kvist.train.drafting import train_draft
+from kvist.train.evaluate import Judge, judge_all
+from kvist.train.export import export
+from kvist.train.loop import Recipe, Run, Team, train
+from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, recall_from_tokenizer
+from kvist.train.weights import storages
+
+
+class TrainingError(ValueError):
+    """A run that cannot start; the message names what is missing and the way out."""
+
+
+def run(
+    model: str,
+    data: Path,
+    out: Path,
+    *,
+    recipe: Recipe | None = None,
+    mixture: Mixture | None = None,
+    stages: tuple[str, ...] = ("train", "draft", "export", "evaluate"),
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    stop_after: float | None = None,
+    draft_steps: int = 400,
+    draft_seconds: float | None = None,
+    baseline_tokens: float = 0.0,
+    baseline_seconds: float = 0.0,
+    limit: int = 1_200_000,
+) -> dict[str, Any]:
+    """Train `model` (a preset or a config.json) on the tokens under `data`; state, metrics and the checkpoint go to `out`.
+
+    Continues from `out/state.pt` if there is one. Stages: train, draft, export (into `out/model`), evaluate
+    (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`, `ConfigError` or ValueError.
+    """
+    known = ("train", "draft", "export", "evaluate", "baseline")
+    if unknown := [stage for stage in stages if stage not in known]:
+        raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(known)}")
+    config = preset(model) if model in PRESETS else load_config(model)
+    place = _device(device)
+    if place.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    file = tokenizer or Path(f"models/{model}/tokenizer.json")
+    if not file.is_file():
+        raise TrainingError(f"no tokenizer at {file}; name one with --tokenizer")
+    recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
+    out.mkdir(parents=True, exist_ok=True)
+    sampler = Sampler(Corpus(data, "train"), mixture or Mixture(), recall, recipe.seed)
+    results: dict[str, Any] = {}
+    if "baseline" in stages:
+        results["baseline"] = train_dense(
+            config, recipe, sampler, out, place, inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds
+        )
+    if set(stages) <= {"baseline"}:
+        return results
+    classes = _classes(config, file, place)
+    state = Run.start(config, recipe, place)
+    if (out / "state.pt").is_file():
+        state.load(out / "state.pt")
+    finished = state.progress >= 1.0
+    if "train" in stages and not finished:
+        finished = train(state, sampler, out, classes, dtype=dtype, stop_after=stop_after)
+    results |= {"finished": finished, "step": state.step, "tokens": state.tokens}
+    if "draft" in stages:
+        results["draft"] = train_draft(
+            state, sampler, out, classes, dtype=dtype, steps=draft_steps, seconds=draft_seconds, length=recipe.length,
+            micro_tokens=recipe.micro_tokens, anchors=min(512, recipe.length // 8),
+        )  # fmt: skip
+        if Team.join(place).rank == 0:
+            state.save(out / "state.pt")
+    if Team.join(place).rank == 0:
+        results |= _finish(config, state, data, out, file, stages, classes, dtype, recall, limit)
+    return results
+
+
+def _finish(
+    config: ModelConfig,
+    state: Run,
+    data: Path,
+    out: Path,
+    tokenizer: Path,
+    stages: tuple[str, ...],
+    classes: Tensor | None,
+    dtype: torch.dtype,
+    recall: Recall,
+    limit: int,
+) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    if "export" in stages:
+        files = export(config, state.weights, tokenizer, out / "model")
+        results["files"] = {file.name: file.stat().st_size for file in files}
+    if "evaluate" in stages:
+        judge = Judge(
+            config=config, weights=state.weights, storage=storages(config), classes_V=classes, device=state.device, dtype=dtype,
+            tokens=state.recipe.micro_tokens,
+        )  # fmt: skip
+        r = state.recipe
+        held = Corpus(data, "heldout")
+        results["evaluation"] = judge_all(
+            judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit)
+    return results
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _classes(config: ModelConfig, tokenizer: Path, device: torch.device) -> Tensor | None:
+    if not config.engram_layer_ids:
+        return None
+    classes = torch.tensor(token_map(tokenizer), dtype=torch.int64)
+    found = int(classes.max()) + 1
+    if found > config.engram_compressed_vocab_size:
+        raise TrainingError(
+            f"{tokenizer} gives {found} token classes, engram_compressed_vocab_size is {config.engram_compressed_vocab_size}; "
+            f"set it to {found}"
+        )
+    return classes.to(device)
+
+
+def _inner(config: ModelConfig) -> int:
+    """SwiGLU width that gives the dense model the active size of the main one: K routed experts and the shared one, and
+    what attention, streams and indexers cost beyond four square matrices a layer, rounded to a multiple of 32."""
+    return config.moe_inter_dim * (config.n_activated_experts + config.n_shared_experts) + 96
+
+
+def main() -> None:
+    """Parse options of `python -m kvist.train.run` and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--data", type=Path, default=Path("data/tokens"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", default="train,draft,export,evaluate")
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--recipe", default="{}", help="JSON of recipe fields")
+    parser.add_argument("--mixture", default="{}", help="JSON of mixture fields")
+    for name in ("stop-after", "draft-seconds"):
+        parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--draft-steps", type=int, default=400)
+    parser.add_argument("--baseline-tokens", type=float, default=0.0)
+    parser.add_argument("--baseline-seconds", type=float, default=0.0)
+    parser.add_argument("--limit", type=int, default=1_200_000)
+    a = parser.parse_args()
+    result = run(
+        a.model, a.data, a.out, recipe=replace(Recipe(), **json.loads(a.recipe)), mixture=replace(Mixture(), **json.loads(a.mixture)),
+        stages=tuple(a.stages.split(",")), tokenizer=a.tokenizer, device=a.device, stop_after=a.stop_after,
+        draft_steps=a.draft_steps, draft_seconds=a.draft_seconds, baseline_tokens=a.baseline_tokens,
+        baseline_seconds=a.baseline_seconds, limit=a.limit,
+    )  # fmt: skip
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
