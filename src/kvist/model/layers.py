@@ -6,6 +6,7 @@ Must not know attention, experts or caches. Facts sections 2, 3 and 7.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -67,16 +68,24 @@ class QuantLinear(nn.Module):
 
 
 def inverse_frequencies(config: ModelConfig, spec: LayerSpec) -> Tensor:
-    """Rotary frequencies of one layer, float32 [rope_head_dim / 2]; YaRN for every layer with a ratio (facts section 3)."""
+    """Rotary frequencies of one layer, float32 [rope_head_dim / 2]; YaRN for every layer with a ratio (facts section 3).
+
+    Layers with equal frequencies get the same tensor, so that a batch computes their table once. Do not write to it.
+    """
+    return _frequencies(config, spec.rope_theta, spec.yarn)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(config: ModelConfig, theta: float, yarn: bool) -> Tensor:
     width = config.rope_head_dim
     # The device is named because modules may be created on the meta device, where values do not exist.
-    freq = 1.0 / (spec.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width))
-    if not spec.yarn:
+    freq = 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width))
+    if not yarn:
         return freq
 
     def correction(rotations: float) -> float:
         turns = config.original_seq_len / (rotations * 2 * math.pi)
-        return width * math.log(turns) / (2 * math.log(spec.rope_theta))
+        return width * math.log(turns) / (2 * math.log(theta))
 
     low = max(math.floor(correction(config.beta_fast)), 0)
     high = min(math.ceil(correction(config.beta_slow)), width - 1)

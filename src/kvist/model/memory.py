@@ -8,6 +8,7 @@ Must not know weights or schedules. Design section 5, facts sections 3 to 6.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,6 +83,13 @@ class Slot:
         twin.keys = {source: store.fork() for source, store in self.keys.items()}
         twin.tails, twin.windows = dict(self.tails), dict(self.windows)
         return twin
+
+
+@lru_cache(maxsize=64)
+def _spans(held: int, length: int, window: int, device: torch.device) -> Tensor:
+    """[start, stop) of each of `length` queries after `held` entries, int64 [length,2]: the same for all layers of a pass."""
+    stop_N = torch.arange(held + 1, held + 1 + length, device=device)
+    return torch.stack([(stop_N - window).clamp_min(0), stop_N], 1)
 
 
 class DenseMemory:
@@ -185,8 +193,7 @@ class DenseMemory:
             old_TC = slot.windows.get(layer)
             new_TC = window_NC[at] if old_TC is None else torch.cat([old_TC, window_NC[at]])
             held = len(new_TC) - segment.length
-            stop_N = torch.arange(held + 1, held + 1 + segment.length, device=q_NHC.device)
-            span_N2 = torch.stack([(stop_N - self.plan.window).clamp_min(0), stop_N], 1)
+            span_N2 = _spans(held, segment.length, self.plan.window, q_NHC.device)
             outs.append(
                 sparse_attention(
                     q_NHC[at],
@@ -200,7 +207,7 @@ class DenseMemory:
                 )
             )
             slot.windows[layer] = new_TC[-self.plan.window :]
-        return torch.cat(outs)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:
         """Keep window entries without attending (the draft blocks' view of accepted tokens)."""

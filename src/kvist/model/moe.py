@@ -61,15 +61,18 @@ class ModuleBank:
     """Experts held as modules, as the reference and training do."""
 
     def __init__(self, modules: nn.ModuleList, numerics: Numerics) -> None:
-        self.modules, self.numerics = modules, numerics
+        # Held by name once: attribute look-ups of modules cost as much as a small native product.
+        self.layers = [(module.w1, module.w2, module.w3) for module in modules if isinstance(module, Expert)]
+        self.numerics = numerics
 
     def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertBank`."""
-        module = self.modules[index]
-        assert isinstance(module, Expert)
         n = self.numerics
-        w1, w2, w3 = (n.fp4_weight(w.weight).to(n.dtype) for w in (module.w1, module.w2, module.w3))
-        return w1, w2, w3
+        w1, w2, w3 = self.layers[index]
+        parts = n.fp4_weight(w1.weight), n.fp4_weight(w2.weight), n.fp4_weight(w3.weight)
+        if parts[0].dtype is n.dtype:
+            return parts
+        return parts[0].to(n.dtype), parts[1].to(n.dtype), parts[2].to(n.dtype)
 
 
 class MoE(nn.Module):

@@ -98,7 +98,9 @@ def format_code(name: str) -> int:
 
 def refuse_gradients(*tensors: Tensor) -> None:
     """Native operators have no backward pass: raise ValueError rather than cut a graph without a word."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if not torch.is_grad_enabled():
+        return
+    if any(tensor.requires_grad for tensor in tensors):
         raise ValueError("impl 'cpu' has no gradients; train with impl 'ref' or wrap inference in torch.no_grad()")
 
 

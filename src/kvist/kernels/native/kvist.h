@@ -15,6 +15,7 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
 typedef int32_t i8v __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -26,14 +27,20 @@ INLINE void store8(float *p, v8 v) { memcpy(p, &v, sizeof v); }
 INLINE v16 fill16(float x) { return (v16){0} + x; }
 INLINE v8 fill8(float x) { return (v8){0} + x; }
 
+/* Halves are added to halves, so the order is the same with and without the shuffle builtin. */
 INLINE float sum16(v16 v)
 {
-    float lane[16], s = 0;
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+    v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+#else
+    float lane[16];
     store16(lane, v);
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    s += lane[0];
-    return s;
+    return lane[0];
+#endif
 }
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
