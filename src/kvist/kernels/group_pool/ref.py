@@ -1,4 +1,4 @@
-"""Group compression in plain torch."""
+"""Compression of complete groups in plain torch: gates, softmax over a group, sum. Knows no requests or memory."""
 
 from __future__ import annotations
 

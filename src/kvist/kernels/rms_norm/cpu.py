@@ -1,4 +1,4 @@
-"""RMSNorm by the native library."""
+"""RMSNorm by the native library, the same bits a row whatever the batch. Must not know layers."""
 
 from __future__ import annotations
 
