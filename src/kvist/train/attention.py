@@ -29,7 +29,13 @@ class Attended(NamedTuple):
 
 
 def attend(
-    geometry: Geometry, q_BTHC: Tensor, window_BTC: Tensor, rows_BMC: Tensor | None, ratio: int, seen_BTM: Tensor | None, sink_H: Tensor
+    geometry: Geometry,
+    q_BTHC: Tensor,
+    window_BTC: Tensor,
+    rows_BMC: Tensor | None,
+    ratio: int,
+    seen_BTM: Tensor | None,
+    sink_H: Tensor,
 ) -> Attended:
     """Attend the window and, if given, rows: those that `seen_BTM` marks, or all visible ones."""
     if q_BTHC.is_cuda:
@@ -73,7 +79,7 @@ def _block_mask(geometry: Geometry, count: int, ratio: int) -> Any:
         return torch.where(k < count, k < (q + 1) // ratio, (back >= 0) & (back < window))
 
     length = geometry.length
-    return create_block_mask(seen, None, None, length, count + length, device=geometry.device)  # type: ignore[arg-type]
+    return create_block_mask(seen, None, None, length, count + length, device=geometry.device)
 
 
 @lru_cache(maxsize=1)
@@ -82,14 +88,16 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_flex, dynamic=False)
 
 
-def _flex(q_BHTC: Tensor, keys_B1LC: Tensor, seen_BTM: Tensor | None, sink_H: Tensor, blocks: Any, count: int) -> tuple[Tensor, Tensor]:
+def _flex(
+    q_BHTC: Tensor, keys_B1LC: Tensor, seen_BTM: Tensor | None, sink_H: Tensor, blocks: Any, count: int
+) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     def chosen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert seen_BTM is not None
         return torch.where((k >= count) | seen_BTM[b, q, torch.clamp(k, max=count - 1)], score, NEGATIVE)
 
-    out, peak = flex_attention(  # type: ignore[misc]
+    out, peak = flex_attention(
         q_BHTC,
         keys_B1LC,
         keys_B1LC,

@@ -80,7 +80,15 @@ def dense_losses(config: ModelConfig, weights: Weights, tokens: Tensor, targets:
 
 
 def train_dense(
-    config: ModelConfig, recipe: Recipe, sampler: Sampler, folder: Path, device: torch.device, *, inner: int, tokens: float, seconds: float
+    config: ModelConfig,
+    recipe: Recipe,
+    sampler: Sampler,
+    folder: Path,
+    device: torch.device,
+    *,
+    inner: int,
+    tokens: float,
+    seconds: float,
 ) -> dict[str, Any]:
     """Train until `tokens` or `seconds`, at the schedule's constant rate after warm-up; losses by tier go to `dense.jsonl`."""
     weights = {n: w.to(device).requires_grad_() for n, w in dense_values(config, inner, recipe.seed).items()}

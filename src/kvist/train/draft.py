@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvist.config import ModelConfig
+from kvist.kernels.rotary.ref import rotate_ref as rotate
 from kvist.model.layers import inverse_frequencies, rotary_table
 from kvist.train import pieces
 from kvist.train.attention import attend_plain
@@ -145,4 +146,4 @@ def _window_entries(
     positions = torch.arange(geometry.length, device=context_ND.device).repeat(geometry.batch)
     kv = F.linear(pieces.act(context_ND, mode.quantise), weights[f"{prefix}.attn.wkv.weight"])
     kv = pieces.norm(kv, weights[f"{prefix}.attn.kv_norm.weight"], config.norm_eps)
-    return pieces.act(pieces.rotate(kv, rotary_table(positions, frequencies)), mode.quantise)
+    return pieces.act(rotate(kv, rotary_table(positions, frequencies)), mode.quantise)

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,15 @@ def loss_by_position(judge: Judge, ids: np.ndarray, length: int, rows: int) -> d
         count += geometry.batch
     edges = [0, *(2**i for i in range(7, 20) if 2**i < length), length]
     means = (total / max(1, count)).cpu()
-    return {f"{a}-{b}": round(float(means[a:b].mean()), 4) for a, b in zip(edges, edges[1:], strict=False)}
+    return {f"{a}-{b}": round(float(means[a:b].mean()), 4) for a, b in pairwise(edges)}
 
 
 def _plain(both_BT: Tensor) -> Batch:
     tokens, targets = both_BT[:, :-1].contiguous(), both_BT[:, 1:].contiguous()
     counted = torch.ones_like(tokens, dtype=torch.bool)
-    return Batch(tokens=tokens, targets=targets, counted=counted, tier=torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device))
+    return Batch(
+        tokens=tokens, targets=targets, counted=counted, tier=torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    )
 
 
 def needles(
@@ -154,9 +157,7 @@ def needles(
     return results
 
 
-def _needle_row(
-    ids: np.ndarray, recall: Recall, length: int, held: int, rng: np.random.Generator
-) -> tuple[np.ndarray, int]:
+def _needle_row(ids: np.ndarray, recall: Recall, length: int, held: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     fact, before = recall.statement(rng)
     start = int(rng.integers(len(ids) - held - 1))
     row = np.array(ids[start : start + held + 1])
@@ -181,19 +182,23 @@ def _reproduced(judge: Judge, weights: Weights, geometry: Geometry, both_BT: Ten
 def indexer_recall(judge: Judge, ids: np.ndarray, length: int, rows: int) -> dict[str, dict[str, float]]:
     """Share of the attention mass on visible rows that each source's selection holds, and what random rows would hold."""
     geometry, weights = judge.geometry(length), judge.ready(True)
-    queries = torch.arange(length // 4, length, 3 * length // 4 // min(256, length // 16), device=judge.device)[: min(256, length // 16)]
+    queries = torch.arange(length // 4, length, 3 * length // 4 // min(256, length // 16), device=judge.device)[
+        : min(256, length // 16)
+    ]
     sums: dict[int, list[float]] = {}
     starts = np.linspace(0, len(ids) - length - 2, rows).astype(np.int64)
     for group in range(0, rows - rows % geometry.batch, geometry.batch):
         both = np.stack([np.array(ids[s : s + length + 1], dtype=np.int64) for s in starts[group : group + geometry.batch]])
-        out = judge.network(weights, geometry, True, queries).run(_plain(torch.from_numpy(both).to(judge.device)), judge.classes_V)
+        out = judge.network(weights, geometry, True, queries).run(
+            _plain(torch.from_numpy(both).to(judge.device)), judge.classes_V
+        )
         for source, values in out.recalls.items():
             sums.setdefault(source, []).append(float(values.mean()))
     result = {}
-    for source, values in sums.items():
+    for source, shares in sums.items():
         visible = (queries + 1) // judge.config.plan.layers[source].ratio
         random = float((judge.config.index_topk / visible).clamp_max(1.0).mean())
-        result[f"layer {source}"] = {"selected": round(sum(values) / len(values), 4), "random": round(random, 4)}
+        result[f"layer {source}"] = {"selected": round(sum(shares) / len(shares), 4), "random": round(random, 4)}
     return result
 
 
@@ -222,7 +227,9 @@ def judge_all(
     result["needles"] = needles(judge, prose, recall, lengths, 48)
     print(result["needles"], flush=True)
     keep()
-    result["indexer_recall"] = {str(n): indexer_recall(judge, prose, n, max(16, judge.tokens // n)) for n in (length, long_length)}
+    result["indexer_recall"] = {
+        str(n): indexer_recall(judge, prose, n, max(16, judge.tokens // n)) for n in (length, long_length)
+    }
     print(result["indexer_recall"], flush=True)
     keep()
     result["loss_by_position"] = {

@@ -173,7 +173,9 @@ def leaves(weights: Mapping[str, Tensor], device: torch.device, *, trained: str)
     return out
 
 
-def train_step(run: Run, sampler: Sampler, team: Team, classes_V: Tensor | None, dtype: torch.dtype, geometry: Geometry | None) -> tuple[Figures, Geometry, Tensor]:
+def train_step(
+    run: Run, sampler: Sampler, team: Team, classes_V: Tensor | None, dtype: torch.dtype, geometry: Geometry | None
+) -> tuple[Figures, Geometry, Tensor]:
     """One optimiser step; returns the step's figures, the geometry for reuse, and the gradient norm."""
     recipe = run.recipe
     length, mode = recipe.stage_at(run.progress, dtype)
@@ -191,9 +193,7 @@ def train_step(run: Run, sampler: Sampler, team: Team, classes_V: Tensor | None,
         chooser = torch.Generator().manual_seed(recipe.seed * 1000003 + run.step * 64 + micro)
         queries = torch.randperm(length, generator=chooser)[: mode.sampled].sort().values.to(run.device)
         figures.append(
-            contribute(
-                run.config, run.weights, storage, geometry, mode, batch, classes_V, share, loads, queries_n=queries
-            )  # fmt: skip
+            contribute(run.config, run.weights, storage, geometry, mode, batch, classes_V, share, loads, queries_n=queries)
         )
     run.positions[length] = first + micros * team.size * per_micro
     grads = [w.grad for w in run.weights.values() if w.grad is not None]

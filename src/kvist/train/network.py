@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvist.config import LayerSpec, ModelConfig
+from kvist.kernels.rotary.ref import rotate_ref as rotate
 from kvist.train import pieces
 from kvist.train.attention import attend, row_mass
 from kvist.train.quantisers import main_fp4, mxfp4
@@ -245,16 +246,21 @@ class Network:
 
 
 def _finish_rows(latent: Tensor, key: Tensor, table: tuple[Tensor, Tensor], quantise: bool) -> tuple[Tensor, Tensor]:
-    rows, keys = pieces.rotate(latent, table), pieces.rotate(key, table)
+    rows, keys = rotate(latent, table), rotate(key, table)
     return (main_fp4(rows), mxfp4(keys)) if quantise else (rows, keys)
 
 
 def _sampled_scores(
-    rank: Tensor, h: Tensor, wq_b: Tensor, weights: Tensor, table: tuple[Tensor, Tensor], keys_BMI: Tensor, heads: int, quantise: bool
+    rank: Tensor,
+    h: Tensor,
+    wq_b: Tensor,
+    weights: Tensor,
+    table: tuple[Tensor, Tensor],
+    keys_BMI: Tensor,
+    heads: int,
+    quantise: bool,
 ) -> Tensor:
     q, weight = pieces.index_queries(rank, h, wq_b, weights, table, heads, quantise)
     q, weight = (x.unflatten(0, (len(keys_BMI), -1)) for x in (q, weight))
     products = torch.einsum("bnji,bmi->bnjm", q, keys_BMI).relu()
     return (products.float() * weight.float().unsqueeze(3)).sum(2)
-
-

@@ -56,7 +56,15 @@ def leave(y_ND: Tensor, x_NSD: Tensor, post_NS: Tensor, comb_NSS: Tensor) -> Ten
 
 
 def project(
-    h_ND: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, kv_norm: Tensor, table: Table, eps: float, quantise: bool
+    h_ND: Tensor,
+    wq_a: Tensor,
+    q_norm: Tensor,
+    wq_b: Tensor,
+    wkv: Tensor,
+    kv_norm: Tensor,
+    table: Table,
+    eps: float,
+    quantise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [N,H,C], window entries [N,C] and the query latent [N,Q]."""
     x = act(h_ND, quantise)
@@ -120,7 +128,14 @@ def moe(
 
 
 def engram(
-    x_NSD: Tensor, found_NX: Tensor, wkv: Tensor, q_weight: Tensor, k_weight: Tensor, text_N: Tensor | None, eps: float, quantise: bool
+    x_NSD: Tensor,
+    found_NX: Tensor,
+    wkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    text_N: Tensor | None,
+    eps: float,
+    quantise: bool,
 ) -> Tensor:
     """Streams with the memory added where the gates open."""
     s, d = q_weight.shape

@@ -79,8 +79,7 @@ def run(
     state = Run.start(config, recipe, place)
     if (out / "state.pt").is_file():
         state.load(out / "state.pt")
-    finished = state.progress >= 1.0
-    if "train" in stages and not finished:
+    if not (finished := state.progress >= 1.0) and "train" in stages:
         finished = train(state, sampler, out, classes, dtype=dtype, stop_after=stop_after)
     results |= {"finished": finished, "step": state.step, "tokens": state.tokens}
     if "draft" in stages:
@@ -119,7 +118,8 @@ def _finish(
         r = state.recipe
         held = Corpus(data, "heldout")
         results["evaluation"] = judge_all(
-            judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit)
+            judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit
+        )
     return results
 
 
@@ -171,7 +171,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1_200_000)
     a = parser.parse_args()
     result = run(
-        a.model, a.data, a.out, recipe=replace(Recipe(), **json.loads(a.recipe)), mixture=replace(Mixture(), **json.loads(a.mixture)),
+        a.model, a.data, a.out, recipe=replace(Recipe(), **json.loads(a.recipe)),
+        mixture=replace(Mixture(), **json.loads(a.mixture)),
         stages=tuple(a.stages.split(",")), tokenizer=a.tokenizer, device=a.device, stop_after=a.stop_after,
         draft_steps=a.draft_steps, draft_seconds=a.draft_seconds, baseline_tokens=a.baseline_tokens,
         baseline_seconds=a.baseline_seconds, limit=a.limit,

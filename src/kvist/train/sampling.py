@@ -159,7 +159,9 @@ def recall_from_tokenizer(file: Path) -> Recall:
 
     tokenizer = Tokenizer.from_file(str(file))
     texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())}
-    names = tuple(i for i, text in texts.items() if text[:1] == " " and text[1:].isalpha() and text[1:].isascii() and len(text) > 4)
+    names = tuple(
+        i for i, text in texts.items() if text[:1] == " " and text[1:].isalpha() and text[1:].isascii() and len(text) > 4
+    )
     digits = tuple(i for i, text in texts.items() if len(text) == 1 and text in "0123456789")
     lead, middle, end = (tuple(tokenizer.encode(t, add_special_tokens=False).ids) for t in ("\nThe code of", " is ", ".\n"))
     return Recall(lead=lead, middle=middle, end=end, names=names, digits=digits)
