@@ -189,9 +189,17 @@ def gradients_in_parts(batch: Batch, parts: int) -> tuple[float, Weights, Loads]
     for part in range(parts):
         piece = batch.rows(slice(part * size, (part + 1) * size))
         figures = contribute(
-            CONFIG, weights, storages(CONFIG), geometry(size, batch.tokens.shape[1]), Mode(select=True, quantise=False), piece, CLASSES,
-            share, loads, queries_n=torch.tensor([5, 20, 39]),
-        )  # fmt: skip
+            CONFIG,
+            weights,
+            storages(CONFIG),
+            geometry(size, batch.tokens.shape[1]),
+            Mode(select=True, quantise=False),
+            piece,
+            CLASSES,
+            share,
+            loads,
+            queries_n=torch.tensor([5, 20, 39]),
+        )
         loss += float(figures.by_tier[0].sum()) / share.count
     return loss, {name: w.grad for name, w in weights.items() if w.grad is not None}, loads
 
