@@ -24,7 +24,7 @@ from kvist.text import (
 NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
 EOS = "<｜end▁of▁sentence｜>"
 
-# Whole marks, halves of marks that no neighbour can complete to a mark of another kind, and text.
+# Whole marks, pieces of marks and text.
 FRAGMENTS = [
     "<think>", "</think>", EOS, "<｜DSML｜ calls>", "</｜DSML｜ calls>", "<｜DSML｜ invoke name=\"f\">", "</｜DSML｜ invoke>",
     "<｜DSML｜ parameter name=\"a\" string=\"true\">", "<｜DSML｜ parameter name=\"b\" string=\"false\">",
@@ -34,6 +34,23 @@ FRAGMENTS = [
     "\\", "7", "[1, 2]", "\n", "\n\n", " ", "word", "é🐈", ">", "\"",
 ]  # fmt: skip
 
+MARKS = ("<think>", "</think>", "｜DSML｜", EOS)
+
+
+@st.composite
+def joinable(draw: st.DrawFn) -> str:
+    """A mark cut in two by things that are dropped: further marks, some of them cut in the same way."""
+    mark = draw(st.sampled_from(MARKS))
+    for _ in range(draw(st.integers(1, 3))):
+        outer = draw(st.sampled_from(MARKS))
+        at = draw(st.integers(1, len(outer) - 1))
+        mark = outer[:at] + mark + outer[at:]
+    return mark
+
+
+HALVES = st.sampled_from([half for mark in MARKS for at in range(1, len(mark)) for half in (mark[:at], mark[at:])])
+PIECES = st.sampled_from(FRAGMENTS) | joinable() | HALVES
+
 
 def events_of(pieces: list[str], reasoning: bool) -> list[Event]:
     parser = ReplyParser(reasoning=reasoning)
@@ -41,7 +58,7 @@ def events_of(pieces: list[str], reasoning: bool) -> list[Event]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14), reasoning=st.booleans())
+@given(fragments=st.lists(PIECES, max_size=14), reasoning=st.booleans())
 def test_every_division_in_two_and_single_characters(fragments: list[str], reasoning: bool) -> None:
     text = "".join(fragments)
     whole = events_of([text], reasoning)
@@ -51,7 +68,7 @@ def test_every_division_in_two_and_single_characters(fragments: list[str], reaso
 
 
 @settings(max_examples=400, deadline=None)
-@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=40), reasoning=st.booleans(), data=st.data())
+@given(fragments=st.lists(PIECES, max_size=40), reasoning=st.booleans(), data=st.data())
 def test_any_division_and_what_always_holds(fragments: list[str], reasoning: bool, data: st.DataObject) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -60,7 +77,7 @@ def test_any_division_and_what_always_holds(fragments: list[str], reasoning: boo
     assert events_of(pieces, reasoning) == whole
     reply = collect(whole)
     assert reply == parse(text, reasoning=reasoning)
-    for mark in ("<think>", "</think>", "｜DSML｜", EOS):
+    for mark in MARKS:
         assert mark not in reply.reasoning
         assert mark not in reply.content
     if not reasoning:

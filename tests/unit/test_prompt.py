@@ -82,7 +82,20 @@ def test_openings(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("effort", "number"), [("low", 50), ("high", 75), ("max", 100), ("xhigh", 75), (37, 37), (1, 1), (100, 100), (None, 75)]
+    ("effort", "number"),
+    [
+        ("low", 50),
+        ("high", 75),
+        ("max", 100),
+        ("xhigh", 75),
+        (37, 37),
+        (1, 1),
+        (100, 100),
+        (None, 75),
+        ("75", 75),
+        ("1", 1),
+        ("100", 100),
+    ],
 )
 def test_enc_01_effort_table(tokenizer, effort, number):
     assert resolve_effort(effort) == number
@@ -90,7 +103,7 @@ def test_enc_01_effort_table(tokenizer, effort, number):
     assert "Effort" not in chat(tokenizer, user(), effort=effort)
 
 
-@pytest.mark.parametrize("effort", ["75", 0, 101, -1, "LOW", "", "medium", 50.0, True])
+@pytest.mark.parametrize("effort", ["0", "101", "075", "+75", " 75", "75.0", "٧٥", 0, 101, -1, "LOW", "", "medium", 50.0, True])
 def test_enc_01_unknown_efforts(tokenizer, effort):
     with pytest.raises(PromptError, match="low, high, xhigh, max or a whole number from 1 to 100"):
         encode_chat(tokenizer, [user()], thinking=False, effort=effort)

@@ -155,6 +155,27 @@ def test_par_03_boundaries(text, reasoning, content, calls):
     assert (reply.reasoning, reply.content, len(reply.tool_calls)) == (reasoning, content, calls)
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("｜</think>DSML｜", ""),
+        ("<thi</think>nk>", ""),
+        ("a<｜end▁of<think>▁sentence｜>b", "ab"),
+        ("x<thi<th</think>ink></think>nk>y", "xy"),  # joins twice
+        ("<<</think>think>think>", ""),
+        ("<thi</think>s", "<this"),  # joins to no mark: text
+        ("a<｜DS<think>", "a"),  # a half at the end
+        ("<｜DS</think>ML｜ calls>", " calls>"),  # what joins opens nothing
+    ],
+)
+def test_par_03_dropping_a_mark_joins_no_other(text, content):
+    assert same_in_every_division(text, reasoning=False) == Reply(content=content)
+
+
+def test_par_03_halves_in_reasoning_do_not_reach_content():
+    assert same_in_every_division("a<th<think>ink>b<thi</think>nk>c", reasoning=True) == Reply(reasoning="ab<thi", content="nk>c")
+
+
 OBJECT = {"value": "café 🐈", "deep": {"a": [{"b": "}{"}], "q": 'say "hi" \\'}, "tag": "</｜DSML｜ invoke></｜DSML｜ calls>"}
 
 
@@ -248,8 +269,10 @@ def test_a_reply_cut_anywhere_has_valid_arguments_and_no_marks():
         '<｜DSML｜ calls><｜DSML｜ invoke name="f">{' + '{"' * 100_000,
         '<｜DSML｜ calls><｜DSML｜ invoke name="f"><｜DSML｜ parameter name="a" string="true">' + "</｜DSML｜" * 30_000,
         "\n" * 300_000,
+        "<thi" * 30_000 + "</think>" + "nk>" * 30_000,
+        "<｜<｜D｜DSM</" * 15_000,
     ],
-    ids=["lt", "think", "bare", "stray", "inside", "object", "value", "newlines"],
+    ids=["lt", "think", "bare", "stray", "inside", "object", "value", "newlines", "joined", "halves"],
 )
 def test_hostile_replies_take_linear_time(text):
     began = time.perf_counter()

@@ -5,6 +5,7 @@ Owns these records and what is legal in each. Must not know how a prompt spells 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -18,22 +19,28 @@ EFFORT_NAMES: dict[str, int] = {"low": 50, "high": 75, "xhigh": 75, "max": 100}
 
 DEFAULT_EFFORT = EFFORT_NAMES["high"]
 
+_NUMBER = re.compile("[1-9][0-9]?|100")
+
 
 class PromptError(ValueError):
     """A conversation that the prompt format cannot express; the message names the offending part and the way out."""
 
 
 def resolve_effort(effort: str | int | None) -> int:
-    """Reasoning effort 1..100 from a name, a number or None (the default, 75). Raises `PromptError` for anything else."""
+    """Reasoning effort 1..100 from a name, a number or None (the default, 75).
+
+    A number may also come as its decimal text ("75", without sign, blanks or leading zeros) and counts as given.
+    Raises `PromptError` for anything else. Source: bug case ENC-01.
+    """
     if effort is None:
         return DEFAULT_EFFORT
     if isinstance(effort, str) and effort in EFFORT_NAMES:
         return EFFORT_NAMES[effort]
+    if isinstance(effort, str) and _NUMBER.fullmatch(effort):
+        return int(effort)
     if isinstance(effort, int) and not isinstance(effort, bool) and 1 <= effort <= 100:
         return effort
-    raise PromptError(
-        f"reasoning effort {effort!r} is unknown: use {', '.join(EFFORT_NAMES)} or a whole number from 1 to 100 (not in quotes)"
-    )
+    raise PromptError(f"reasoning effort {effort!r} is unknown: use {', '.join(EFFORT_NAMES)} or a whole number from 1 to 100")
 
 
 @dataclass(frozen=True)

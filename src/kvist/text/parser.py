@@ -1,7 +1,8 @@
 """Takes a reply apart as it streams in: reasoning, content, tool calls. The inverse of `prompt.py` for assistant turns.
 
 Owns the rules of what the marks mean in every order (listed at `ReplyParser`). Must not know tokens, JSON details
-(`call_body.py`) or servers. Linear in the text; held text is bounded except the value or body that is being checked.
+(`call_body.py`) or servers. Linear in the text; held text is bounded except the value or body that is being checked and
+rows of half marks (`joined.py`).
 Source: facts section 12; bug cases PAR-01 to PAR-09.
 """
 
@@ -22,6 +23,7 @@ from kvist.text.events import (
     ToolCallStart,
     collect,
 )
+from kvist.text.joined import JoinedMarks
 from kvist.text.marks import BAR, CALLS, CLOSE_TAG, DSML, END_THINK, EOS, INVOKE, OPEN_TAG, PARAMETER, THINK
 
 MAX_TAG_CHARACTERS = 512
@@ -64,10 +66,12 @@ class ReplyParser:
     - In content, `<think>` and `</think>` are dropped and change nothing; so is `<think>` inside reasoning.
     - `<｜DSML｜ calls>` opens the tool calls, from reasoning (which it ends) or content. One blank line before it is framing.
     - Any other DSML tag or bare DSML mark outside the calls is dropped; text around it stays.
+    - Where dropping a mark joins its neighbours into another mark, that one is dropped too and means nothing.
     - Text after the calls is content. A second block of calls is not executed: the rest of the reply is ignored from there.
     - The end-of-sentence text ends the reply wherever it stands; nothing after it counts.
     - Inside the calls only calls count, inside a call only its body; other text is dropped and the call says so (`problem`).
-    - A reply that is cut off ends its open call with valid JSON; a half-received mark is dropped, a lone `<` or bar is text.
+    - A reply that is cut off ends its open call with valid JSON; a half mark with a bar in it is dropped where reasoning,
+      content or the reply ends; a lone bar and half of a thinking mark (`<`, `<t`: also the end of plain text) stay.
     """
 
     def __init__(self, *, reasoning: bool) -> None:
@@ -76,6 +80,7 @@ class ReplyParser:
         self._events: list[Event] = []
         self._delta: type[ReasoningDelta | ContentDelta] = ReasoningDelta if reasoning else ContentDelta
         self._step: Callable[[], bool] = self._read_text
+        self._joined = JoinedMarks()
         self._newlines = ""  # at most two, held in case they frame the calls
         self._said_content = False
         self._calls_closed = False
@@ -143,6 +148,7 @@ class ReplyParser:
             return True
         if mark == END_THINK and self._delta is ReasoningDelta:
             self._show_newlines()
+            self._show_held()
             self._delta = ContentDelta
         if mark in (THINK, END_THINK):
             self._at = after
@@ -184,6 +190,13 @@ class ReplyParser:
     def _show(self, text: str) -> None:
         if text:
             self._said_content = self._said_content or self._delta is ContentDelta
+            self._emit(self._joined.feed(text))
+
+    def _show_held(self) -> None:
+        self._emit(self._joined.finish())
+
+    def _emit(self, text: str) -> None:
+        if text:
             self._events.append(self._delta(text))
 
     def _show_newlines(self) -> None:
@@ -195,6 +208,7 @@ class ReplyParser:
             self._note("the reply ended inside the call")
             self._end_call()
         self._show_newlines()
+        self._show_held()
         self._step = self._ignore_rest
 
     def _ignore_rest(self) -> bool:
@@ -205,6 +219,7 @@ class ReplyParser:
 
     def _open_calls(self) -> None:
         self._newlines = ""
+        self._show_held()
         self._step = self._ignore_rest if self._calls_closed else self._read_calls
 
     def _close_calls(self) -> None:
