@@ -318,6 +318,24 @@ def test_resume_is_exact(sampler: Sampler, tmp_path: Path) -> None:
         assert torch.equal(value, again.optimiser.momentum[name])
 
 
+def test_state_is_saved_while_running(sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies between two log lines has lost at most what came after the last saved one."""
+    run = Run.start(CONFIG, RECIPE, CPU)
+
+    def step(*arguments: object) -> object:
+        if run.step == 5:
+            raise KeyboardInterrupt
+        return train_step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvist.train.loop.train_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, sampler, tmp_path, CLASSES, dtype=torch.float32, report=False, save_every=0.0)
+    again = Run.start(CONFIG, RECIPE, CPU)
+    again.load(tmp_path / "state.pt")
+    assert again.step == 4
+    assert sum(again.tokens.values()) == 4 * RECIPE.step_tokens
+
+
 def test_draft_stage_export_and_reload(sampler: Sampler, tmp_path: Path) -> None:
     """The draft stage leaves the backbone alone; what it trained can be saved, loaded and drafted with."""
     run = Run.start(CONFIG, RECIPE, CPU)

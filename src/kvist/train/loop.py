@@ -220,10 +220,14 @@ def train(
     dtype: torch.dtype,
     stop_after: float | None = None,
     report: bool = True,
+    save_every: float = 60.0,
 ) -> bool:
-    """Run to the end, or until `stop_after` seconds of this call; saves `state.pt`. True when the run is complete."""
+    """Run to the end, or until `stop_after` seconds of this call. True when the run is complete.
+
+    Saves `state.pt` at the end, and with a log line whenever `save_every` seconds have passed: a run may die any time.
+    """
     team = Team.join(run.device)
-    began = last = time.monotonic()
+    began = last = saved = time.monotonic()
     base = run.seconds
     gathered: list[tuple[Figures, Tensor]] = []
     geometry = None
@@ -239,6 +243,9 @@ def train(
                 _write(folder / "metrics.jsonl", line)
                 if report:
                     print(_progress(line), flush=True)
+                if now - saved >= save_every:
+                    run.save(folder / "state.pt")
+                    saved = now
         run.seconds = base + team.agree(time.monotonic() - began, run.device)
     if gathered:
         _line(run, gathered, team, geometry)
