@@ -67,9 +67,7 @@ def resize_and_pad(image: NDArray[np.uint8], width: int, height: int) -> NDArray
         inner_height = max(1, round(source_height / source_width * width))
     elif source_ratio < target_ratio:
         inner_width = max(1, round(source_width / source_height * height))
-    picture = Image.fromarray(np.ascontiguousarray(image)).resize(
-        (inner_width, inner_height), resample=Image.Resampling.BICUBIC
-    )
+    picture = Image.fromarray(np.ascontiguousarray(image)).resize((inner_width, inner_height), resample=Image.Resampling.BICUBIC)
     canvas = Image.new("RGB", (width, height), PAD_GREY)
     canvas.paste(picture, (round((width - inner_width) * 0.5), round((height - inner_height) * 0.5)))
     return np.array(canvas, dtype=np.uint8)

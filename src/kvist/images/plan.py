@@ -82,13 +82,9 @@ def span_types(plan: ImagePlan) -> NDArray[np.int32]:
 
 def _check_config(config: VisionConfig) -> None:
     if config.patch_size < 1 or config.downsample_ratio < 1:
-        raise ConfigError(
-            f"patch_size {config.patch_size} and downsample_ratio {config.downsample_ratio} must be at least 1"
-        )
+        raise ConfigError(f"patch_size {config.patch_size} and downsample_ratio {config.downsample_ratio} must be at least 1")
     if config.max_image_tokens < MIN_SPAN_TOKENS:
-        raise ConfigError(
-            f"max_image_tokens is {config.max_image_tokens}; the shortest image span has {MIN_SPAN_TOKENS} tokens"
-        )
+        raise ConfigError(f"max_image_tokens is {config.max_image_tokens}; the shortest image span has {MIN_SPAN_TOKENS} tokens")
     if config.max_wh_ratio is not None:
         raise ConfigError(
             f"max_wh_ratio is {config.max_wh_ratio}, but the release sets null and its rule for other values is not "
