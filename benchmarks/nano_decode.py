@@ -13,6 +13,7 @@ from benchmarks.nano_model import (
     gate,
     nano,
     observe_cost,
+    on_one_thread,
     prefilled,
     read_bandwidth,
     require_close,
@@ -57,7 +58,7 @@ def _build(options: Options) -> Iterator[Case]:
             name=label,
             variants={
                 "cpu": lambda s=session, q=sequence: _decode(s, q),  # type: ignore[misc]
-                "ref": lambda s=reference, q=reference_sequence: _decode(s, q),  # type: ignore[misc]
+                "ref, 1 thread": lambda s=reference, q=reference_sequence: on_one_thread(lambda: _decode(s, q)),  # type: ignore[misc]
             },
             subject="cpu",
             check=check,

@@ -19,7 +19,7 @@ from benchmarks.cases import WrongResult
 from benchmarks.rows import ROOT
 from kvist.checkpoint import build_model
 from kvist.engine.session import Sequence, Session
-from kvist.kernels.native import native_or_none
+from kvist.kernels.native import native_or_none, one_torch_thread
 from kvist.kernels.native.calls import NATIVE_FUNCTIONS
 from kvist.model.dspark import DraftBlocks
 from kvist.model.initialise import random_model
@@ -163,6 +163,12 @@ def observe_cost(model: Transformer) -> float:
         return 0.0
     names = ("main_proj", "attn.wkv.")
     return sum(2.0 * p.numel() for name, p in mtp.named_parameters() if any(part in name for part in names))
+
+
+def on_one_thread(run: Callable[[], object]) -> object:
+    """Run the reference on one torch thread: on a busy machine barriers of two stall (measured: a tenth of the speed)."""
+    with one_torch_thread():
+        return run()
 
 
 def prefilled(impl: str, length: int) -> tuple[Session, Sequence]:

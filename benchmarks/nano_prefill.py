@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase
-from benchmarks.nano_model import gate, nano, prefilled, product_rate, prompt, require_close, require_equal, weights_label
+from benchmarks.nano_model import (
+    gate,
+    nano,
+    on_one_thread,
+    prefilled,
+    product_rate,
+    prompt,
+    require_close,
+    require_equal,
+    weights_label,
+)
 from benchmarks.rows import ROOT
 from kvist.engine.session import Sequence, Session
 from kvist.plan.flops import FlopModel
@@ -46,7 +56,7 @@ def _build(options: Options) -> Iterator[Case]:
             name=f"{length // 1024}K, {weights_label()}",
             variants={
                 "cpu": lambda n=length: prefilled("cpu", n),  # type: ignore[misc]
-                "ref": lambda n=length: prefilled("ref", n),  # type: ignore[misc]
+                "ref, 1 thread": lambda n=length: on_one_thread(lambda: prefilled("ref", n)),  # type: ignore[misc]
             },
             subject="cpu",
             check=_check,
