@@ -24,11 +24,13 @@ from benchmarks.rows import ROOT
 from kvist.engine.session import Sequence, Session
 from kvist.plan.flops import FlopModel
 
+# VmHWM is this process's own peak; `ru_maxrss` would begin with that of the process that started it.
 PEAK = """
-import resource
+from pathlib import Path
 from benchmarks.nano_model import prefilled
 prefilled("cpu", {length})
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+status = Path("/proc/self/status").read_text().splitlines()
+print(next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024)
 """
 
 
