@@ -15,12 +15,16 @@ from kvist.model.layers import rotary_table
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive rows of one request: `slot` names its memory, `start` its first row, `position` that row's position."""
+    """Consecutive rows of one request: `slot` names its memory, `start` its first row, `position` that row's position.
+
+    Rows at positions below `publish_from` are replay only: they rebuild window entries, their global rows exist already.
+    """
 
     slot: int
     start: int
     length: int
     position: int
+    publish_from: int = 0
 
     @property
     def rows(self) -> slice:
