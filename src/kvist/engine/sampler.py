@@ -1,73 +1,127 @@
-"""From logits to a token: greedy, or Gumbel noise keyed by (seed, position) after temperature, top-k, top-p and min-p.
+"""From logits to tokens, a batch of rows at once: penalties, biases, grammar masks, then greedy or keyed Gumbel noise.
 
-Owns `SamplingParams` and `sample`. Must not know requests or text. The same seed and position always meet the same noise,
-whatever shares the batch, so sampled output depends on a request alone.
+Owns `choose` and `sample`. Must not know requests or text. A row's token depends on its logits, parameters, history and mask
+and on the noise of (seed, position), never on what shares the batch: same row, same token, bit for bit.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvist.engine.errors import NonFiniteLogits
+from kvist.engine.sampling.filters import draw, filter_logits, scale, survivors
+from kvist.engine.sampling.grammar_text import GrammarUnsatisfiable
+from kvist.engine.sampling.history import Ahead, History, adjust
+from kvist.engine.sampling.logprobs import TokenLogprobs, row_logprobs
+from kvist.engine.sampling.noise import gumbel_noise
+from kvist.engine.sampling.params import SamplingParams
+
+__all__ = ["Choice", "Mask", "SamplingParams", "choose", "filter_logits", "gumbel_noise", "sample"]
+
+# Allowed ids as bits, id i at bit i % 8 of byte i // 8; bytes that are missing at the end allow nothing.
+Mask: TypeAlias = NDArray[np.uint8]
+
+# Rows are worked on in blocks of about this many logits, so that a block's float64 arrays stay in a core's cache.
+_BLOCK = 1 << 17
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off."""
+class Choice(NamedTuple):
+    """One row's outcome: a token, with log-probabilities if they were asked for, or else the error that ends its request."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
-            raise ValueError(f"temperature must lie in 0..100, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in 0..1, got {self.min_p}")
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed must lie in 0..2^64-1, got {self.seed}")
+    token: int
+    logprobs: TokenLogprobs | None = None
+    error: NonFiniteLogits | GrammarUnsatisfiable | None = None
 
 
-def gumbel_noise(seed: int, position: int, size: int) -> Tensor:
-    """float32 [size] Gumbel noise that depends on (seed, position) only."""
-    uniform = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random(size)
-    return torch.from_numpy(-np.log(-np.log(np.clip(uniform, 1e-300, 1 - 1e-16)))).float()
+def choose(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    histories: Sequence[History | Ahead | None] | None = None,
+    masks: Sequence[Mask | None] | None = None,
+) -> list[Choice]:
+    """The token of every row for its position. float32 logits [R,V] on any device; they are not changed.
+
+    `histories` are needed where penalties are on; a row behind drafts takes `history.ahead(drafts)`. `masks`: the tokens a
+    grammar allows. A row with NaN or infinite logits, or whose mask allows nothing, gets `Choice.error` and token -1; other
+    rows are not touched by it. Equal values: the lower id wins.
+    """
+    rows_RV = np.ascontiguousarray(logits_RV.detach().float().cpu().numpy())
+    histories = histories or [None] * len(params)
+    masks = masks or [None] * len(params)
+    assert len(rows_RV) == len(params) == len(positions) == len(histories) == len(masks), "one entry of each a row"
+    choices: list[Choice] = []
+    step = max(1, _BLOCK // max(1, rows_RV.shape[1]))
+    for start in range(0, len(params), step):
+        part = slice(start, start + step)
+        choices += _choose_block(rows_RV[part], params[part], positions[part], histories[part], masks[part])
+    return choices
 
 
-def filter_logits(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Logits divided by the temperature, -inf for what top-k, then top-p, then min-p leave out; one entry always stays."""
-    scaled_V = logits_V.double() / params.temperature
-    order_V = torch.sort(scaled_V, descending=True, stable=True).indices
-    probs_V = torch.softmax(scaled_V, 0)[order_V]
-    keep_V = torch.ones_like(probs_V, dtype=torch.bool)
-    if params.top_k:
-        keep_V[params.top_k :] = False
-        probs_V = torch.where(keep_V, probs_V, 0.0)
-        probs_V = probs_V / probs_V.sum()
-    if params.top_p < 1:
-        keep_V &= probs_V.cumsum(0) - probs_V < params.top_p
-    if params.min_p > 0:
-        keep_V &= probs_V >= params.min_p * probs_V[0]
-    keep_V[0] = True
-    return scaled_V.masked_fill(~torch.zeros_like(keep_V).scatter(0, order_V, keep_V), float("-inf"))
+def _choose_block(
+    raw_RV: NDArray[np.float32],
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    histories: Sequence[History | Ahead | None],
+    masks: Sequence[Mask | None],
+) -> list[Choice]:
+    errors: list[NonFiniteLogits | GrammarUnsatisfiable | None] = [None] * len(params)
+    for row in np.flatnonzero(~(np.isfinite(raw_RV.max(1)) & np.isfinite(raw_RV.min(1)))).tolist():
+        errors[row] = NonFiniteLogits(f"logits for position {positions[row]} are not finite; the request cannot go on")
+    rows_RV = raw_RV
+    if any(mask is not None for mask in masks) or any(p.changes_logits for p in params):
+        rows_RV = raw_RV.copy()
+        for row, (wish, history, mask) in enumerate(zip(params, histories, masks, strict=True)):
+            if errors[row] is None:
+                adjust(rows_RV[row], wish, history)
+                if mask is not None:
+                    errors[row] = _apply(mask, rows_RV[row], positions[row])
+    tokens = _tokens(rows_RV, params, positions, [row for row, error in enumerate(errors) if error is None])
+    choices = []
+    for row, (wish, token) in enumerate(zip(params, tokens, strict=True)):
+        wanted = wish.logprobs is not None and errors[row] is None
+        details = row_logprobs(raw_RV[row], token, wish.logprobs or 0) if wanted else None
+        choices.append(Choice(token, details, errors[row]))
+    return choices
+
+
+def _apply(mask: Mask, logits_V: NDArray[np.float32], position: int) -> GrammarUnsatisfiable | None:
+    size = len(logits_V)
+    allowed = np.unpackbits(mask, count=min(size, 8 * len(mask)), bitorder="little").view(np.bool_)
+    logits_V[: len(allowed)][~allowed] = -np.inf
+    logits_V[len(allowed) :] = -np.inf
+    if allowed.any():
+        return None
+    return GrammarUnsatisfiable(f"the grammar allows no token at position {position}: it is a dead end; change the grammar")
+
+
+def _tokens(
+    rows_RV: NDArray[np.float32], params: Sequence[SamplingParams], positions: Sequence[int], sound: list[int]
+) -> list[int]:
+    tokens = [-1] * len(params)
+    greedy = [row for row in sound if params[row].temperature == 0]
+    drawn = [row for row in sound if params[row].temperature > 0]
+    if greedy:
+        for row, token in zip(greedy, rows_RV[greedy].argmax(1).tolist(), strict=True):
+            tokens[row] = token
+    if drawn:
+        wishes = [params[row] for row in drawn]
+        scaled_RV, weights_RV = scale(rows_RV[drawn], wishes)
+        left = survivors(scaled_RV, weights_RV, wishes)
+        found = draw(scaled_RV, weights_RV, left, [p.seed for p in wishes], [positions[row] for row in drawn])
+        for row, token in zip(drawn, found, strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def sample(logits_V: Tensor, params: SamplingParams, position: int) -> int:
-    """The token for `position` from float32 logits [V]. Equal logits: the lower id wins. Raises NonFiniteLogits."""
-    if not bool(torch.isfinite(logits_V).all()):
-        raise NonFiniteLogits(f"logits for position {position} are not finite; the request cannot go on")
-    if params.temperature == 0:
-        return int(logits_V.argmax())
-    noisy_V = filter_logits(logits_V, params).cpu() + gumbel_noise(params.seed, position, len(logits_V)).double()
-    return int(noisy_V.argmax())
+    """The token for `position` from float32 logits [V]: `choose` for one row without history. Raises NonFiniteLogits."""
+    choice = choose(logits_V[None], [params], [position])[0]
+    if choice.error is not None:
+        raise choice.error
+    return choice.token
