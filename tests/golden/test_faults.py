@@ -217,13 +217,18 @@ def engram_history_across_an_image(patch: Patch) -> None:
 
 @fault("dspark", layerwise=False)
 def draft_block_made_causal(patch: Patch) -> None:
-    right = dspark.sparse_attention
+    right, block = memory.sparse_attention, memory.DenseMemory.attend_block
 
     def causal(q, keys, span, *args, **kwargs):
         later = torch.arange(len(q) - 1, -1, -1)
         return right(q, keys, torch.stack([span[:, 0], span[:, 1] - later], 1), *args, **kwargs)
 
-    patch.setattr(dspark, "sparse_attention", causal)
+    def attend_block(*args):
+        with patch.context() as inside:
+            inside.setattr(memory, "sparse_attention", causal)
+            return block(*args)
+
+    patch.setattr(memory.DenseMemory, "attend_block", attend_block)
 
 
 # Beyond the list: the faults that the goldens README names, and some that implementations have shipped.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvist.config import ModelConfig
-from kvist.model.memory import DenseMemory, Groups
+from kvist.kernels.group_pool import Groups
+from kvist.model.memory import DenseMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, Segment
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import LayerSpec, ModelConfig
-from kvist.kernels.group_pool import group_pool
+from kvist.kernels.group_pool import Groups, group_pool
 from kvist.kernels.linear import linear
 from kvist.kernels.rotary import rotate
 from kvist.model.layers import Linear, QuantLinear, RMSNorm, inverse_frequencies, rotary_table
-from kvist.model.memory import Groups, Shared, SharedMemory
+from kvist.model.memory import Shared, SharedMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
 

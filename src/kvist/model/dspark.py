@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
+from kvist.kernels.group_pool import Groups
 from kvist.kernels.hyper_connections.ref import collapse
 from kvist.kernels.index_select import Selection
-from kvist.kernels.sparse_attention import sparse_attention
 from kvist.model.block import Block
 from kvist.model.layers import Linear, QuantLinear, RMSNorm
-from kvist.model.memory import DenseMemory, Groups, Shared
+from kvist.model.memory import DraftMemory, Shared
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, consecutive_rows
 
@@ -34,7 +34,7 @@ class Draft(NamedTuple):
 class DraftView:
     """The draft blocks' memory: every query sees the request's window and its whole block, in both directions."""
 
-    def __init__(self, memory: DenseMemory) -> None:
+    def __init__(self, memory: DraftMemory) -> None:
         self.memory = memory
 
     def attend(
@@ -42,26 +42,7 @@ class DraftView:
     ) -> Tensor:
         """Attend ring entries and block entries; nothing is kept."""
         assert source is None and topk_NK is None
-        numerics, plan = self.memory.numerics, self.memory.plan
-        outs = []
-        for segment in rows.segments:
-            held_TC = self.memory.slot(segment.slot).windows.get(layer)
-            block_TC = window_NC[segment.rows]
-            keys_TC = block_TC if held_TC is None else torch.cat([held_TC, block_TC])
-            span_N2 = torch.tensor([[0, len(keys_TC)]], device=q_NHC.device).expand(segment.length, 2)
-            outs.append(
-                sparse_attention(
-                    q_NHC[segment.rows],
-                    keys_TC,
-                    span_N2,
-                    None,
-                    None,
-                    sink_H,
-                    window=plan.window + segment.length,
-                    impl=numerics.query_impl,
-                )
-            )
-        return torch.cat(outs)
+        return self.memory.attend_block(layer, rows, q_NHC, window_NC, sink_H)
 
     def group(self, source: int, rows: Rows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
         """Draft blocks own no rows."""
@@ -123,7 +104,7 @@ class DraftBlocks(nn.ModuleList):
         assert isinstance(first, DraftBlock)
         return first.main_norm(first.main_proj(torch.cat(targets, 1)))
 
-    def observe(self, targets: tuple[Tensor, ...], rows: Rows, memory: DenseMemory) -> None:
+    def observe(self, targets: tuple[Tensor, ...], rows: Rows, memory: DraftMemory) -> None:
         """Fill the draft windows from accepted tokens' target states."""
         context_ND = self.context(targets)
         for block in self:
@@ -135,7 +116,7 @@ class DraftBlocks(nn.ModuleList):
         first_ids_R: Tensor,
         positions_R: Tensor,
         slots: list[int],
-        memory: DenseMemory,
+        memory: DraftMemory,
         embed: nn.Embedding,
         head: Linear,
         sample: Callable[[Tensor, int], Tensor] | None = None,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvist.config import ModelConfig
+from kvist.kernels.group_pool import Groups
 from kvist.kernels.index_select import Selection, select
 from kvist.kernels.sparse_attention import sparse_attention
 from kvist.model.numerics import Numerics
@@ -29,15 +30,6 @@ class Shared:
     kv_source: int | None = None
     topk_NK: Tensor | None = None
     candidates_NB: Tensor | None = None
-
-
-class Groups(NamedTuple):
-    """Compression groups that became complete in a call: channels of their R tokens and each group's first position."""
-
-    kv_GRC: Tensor
-    gate_GRC: Tensor | None
-    positions_G: Tensor
-    counts: tuple[int, ...]
 
 
 class SharedMemory(Protocol):
@@ -64,6 +56,18 @@ class SharedMemory(Protocol):
         self, layer: int, source: int | None, rows: Rows, q_NHC: Tensor, window_NC: Tensor, topk_NK: Tensor | None, sink_H: Tensor
     ) -> Tensor:
         """Attend window and selected rows; `window_NC` are the new tokens' entries, kept for later queries."""
+        ...
+
+
+class DraftMemory(Protocol):
+    """What the draft blocks need besides: windows filled from accepted tokens, blocks attended without a trace."""
+
+    def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:
+        """Keep window entries without attending (the draft blocks' view of accepted tokens)."""
+        ...
+
+    def attend_block(self, layer: int, rows: Rows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
+        """Every query sees its request's last `window` entries and its whole block, in both directions; nothing is kept."""
         ...
 
 
@@ -131,7 +135,9 @@ class DenseMemory:
     def _group_one(
         self, slot: Slot, source: int, segment: Segment, ratio: int, kv_tC: Tensor, gate_tC: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        held = segment.position % ratio
+        skip = min(max(0, segment.publish_from - segment.position), segment.length)
+        kv_tC, gate_tC = kv_tC[skip:], None if gate_tC is None else gate_tC[skip:]
+        held = (segment.position + skip) % ratio
         if held:
             tail_kv, tail_gate = slot.tails[source]
             assert len(tail_kv) == held, f"source {source} holds {len(tail_kv)} unfinished tokens, position says {held}"
@@ -139,7 +145,7 @@ class DenseMemory:
             gate_tC = None if gate_tC is None or tail_gate is None else torch.cat([tail_gate, gate_tC])
         whole = len(kv_tC) // ratio * ratio
         slot.tails[source] = (kv_tC[whole:], None if gate_tC is None else gate_tC[whole:])
-        first = segment.position - held
+        first = segment.position + skip - held
         positions = torch.arange(first, first + whole, ratio, device=kv_tC.device)
         gate_GRC = None if gate_tC is None else gate_tC[:whole].unflatten(0, (-1, ratio))
         return kv_tC[:whole].unflatten(0, (-1, ratio)), gate_GRC, positions
@@ -209,8 +215,20 @@ class DenseMemory:
             slot.windows[layer] = new_TC[-self.plan.window :]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
+    def attend_block(self, layer: int, rows: Rows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
+        """See `DraftMemory.attend_block`."""
+        outs = []
+        for segment in rows.segments:
+            held_TC, block_TC = self.slot(segment.slot).windows.get(layer), window_NC[segment.rows]
+            keys_TC = block_TC if held_TC is None else torch.cat([held_TC, block_TC])
+            span_N2 = torch.tensor([[0, len(keys_TC)]], device=q_NHC.device).expand(segment.length, 2)
+            size, impl = self.plan.window + segment.length, self.numerics.query_impl
+            q_nHC = q_NHC[segment.rows]
+            outs.append(sparse_attention(q_nHC, keys_TC, span_N2, None, None, sink_H, window=size, impl=impl))
+        return torch.cat(outs)
+
     def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:
-        """Keep window entries without attending (the draft blocks' view of accepted tokens)."""
+        """See `DraftMemory.write_window`."""
         for segment in rows.segments:
             slot = self.slot(segment.slot)
             old_TC = slot.windows.get(layer)

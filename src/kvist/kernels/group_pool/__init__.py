@@ -8,7 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvist.kernels.group_pool.cpu import group_pool_cpu
+from kvist.kernels.group_pool.groups import Groups
 from kvist.kernels.group_pool.ref import group_pool_ref
+
+__all__ = ["Groups", "group_pool"]
 
 
 def group_pool(kv_GRC: Tensor, gate_GRC: Tensor, *, impl: str = "ref") -> Tensor:

@@ -1,0 +1,127 @@
+"""Where the rows of one forward pass lie in the engine's memory: index tensors made once a pass and read by every layer.
+
+Owns the structural view of a ragged batch (`BatchRows`): the cache takes batches from the model without importing it.
+Must not know bytes, layers or weights. Shapes: N rows, S segments, G complete groups of R tokens. Design section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class BatchSegment(Protocol):
+    """Consecutive rows of one request. Rows at positions below `publish_from` are replayed: they own no global rows."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def publish_from(self) -> int: ...
+
+
+class BatchRows(Protocol):
+    """A ragged batch: one segment a request, positions int64 [N]."""
+
+    @property
+    def segments(self) -> Sequence[BatchSegment]: ...
+    @property
+    def positions_N(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One request's rows in a pass: batch rows [start, start + length) stand at positions [position, stop)."""
+
+    slot: int
+    start: int
+    length: int
+    position: int
+    publish_from: int
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.position + self.length
+
+    @property
+    def rows(self) -> slice:
+        """The batch rows."""
+        return slice(self.start, self.start + self.length)
+
+
+class Grouping(NamedTuple):
+    """How the groups of one ratio that this pass completes are put together.
+
+    `batch_GR`: batch row of each member (0 where the member came earlier); `early_E` and `ring_E`: flat member numbers that
+    came earlier and the cells of the flattened tail ring that hold them; `slots_G`, `positions_G`: request and first
+    position of each group; `counts`: groups a segment; `keep_K`, `cell_K`: batch rows to keep and their ring cells.
+    """
+
+    batch_GR: Tensor
+    early_E: Tensor
+    ring_E: Tensor
+    slots_G: Tensor
+    positions_G: Tensor
+    counts: tuple[int, ...]
+    keep_K: Tensor
+    cell_K: Tensor
+
+
+class Placement:
+    """The spans of one pass and the index tensors that layers derive from them, each made once."""
+
+    def __init__(self, rows: BatchRows, device: torch.device) -> None:
+        self.key, self.device = rows.segments, device
+        self.spans = tuple(
+            Span(slot=s.slot, start=s.start, length=s.length, position=s.position, publish_from=max(s.position, s.publish_from))
+            for s in rows.segments
+        )
+        slots = [span.slot for span in self.spans]
+        assert len(set(slots)) == len(slots), f"a pass has two segments of one request: slots {slots}"
+        self.total = sum(span.length for span in self.spans)
+        table = [(s.slot, s.start, s.length, s.position, s.publish_from) for s in self.spans]
+        self.table_S5 = torch.tensor(table, dtype=torch.int64).reshape(-1, 5)
+        self._groupings: dict[tuple[int, int], Grouping] = {}
+
+    def grouping(self, ratio: int, ring: int) -> Grouping:
+        """How this pass's groups of `ratio` tokens come together when earlier tokens lie in rings of `ring` cells."""
+        if (ratio, ring) not in self._groupings:
+            self._groupings[ratio, ring] = self._group(ratio, ring)
+        return self._groupings[ratio, ring]
+
+    def _group(self, ratio: int, ring: int) -> Grouping:
+        batch, slots, positions, counts, keep, cells = [], [], [], [], [], []
+        for span in self.spans:
+            first, stop = span.publish_from // ratio * ratio, span.stop // ratio * ratio
+            member_T = torch.arange(first, max(first, stop))
+            batch.append(member_T - span.position + span.start)
+            slots.append(torch.full((len(member_T),), span.slot))
+            positions.append(member_T)
+            counts.append(len(member_T) // ratio)
+            kept_T = torch.arange(max(span.position, span.stop - ring), span.stop)
+            keep.append(kept_T - span.position + span.start)
+            cells.append(span.slot * ring + kept_T % max(ring, 1))
+        row_M, slot_M, position_M = torch.cat(batch), torch.cat(slots), torch.cat(positions)
+        first_M = torch.cat([torch.full((count * ratio,), s.start) for s, count in zip(self.spans, counts, strict=True)])
+        early_E = (row_M < first_M).nonzero().squeeze(1)
+        cell_M = slot_M * ring + position_M % max(ring, 1)
+        return Grouping(
+            row_M.clamp_min(0).masked_fill(row_M < first_M, 0).unflatten(0, (-1, ratio)).to(self.device),
+            early_E.to(self.device),
+            cell_M[early_E].to(self.device),
+            slot_M[::ratio].to(self.device),
+            position_M[::ratio].to(self.device),
+            tuple(counts),
+            torch.cat(keep).to(self.device),
+            torch.cat(cells).to(self.device),
+        )
