@@ -4,12 +4,24 @@ from __future__ import annotations
 
 
 class RequestTooLong(ValueError):
-    """Prompt and wanted tokens exceed the model's context."""
+    """Prompt and wanted tokens exceed the model's context or the whole cache."""
 
 
 class EmptyPrompt(ValueError):
     """A request without a single token."""
 
 
+class BudgetTooSmall(ValueError):
+    """The memory given to an engine cannot hold even one request of the promised length."""
+
+
+class QueueFull(RuntimeError):
+    """More requests wait than the engine accepts: back-pressure, to be tried again later."""
+
+
 class NonFiniteLogits(RuntimeError):
     """The model produced NaN or infinity for a request; its state is not to be used again."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A request did not end within the time it was given."""

@@ -56,13 +56,14 @@ class Rows:
             self._rotary[key] = rotary_table(self.positions_N, freq_P)
         return self._rotary[key]
 
-    def pick(self, rows_n: Tensor, segments: tuple[Segment, ...]) -> Rows:
-        """A batch of some of these rows; `segments` describe them anew. Features and n-grams are not carried on."""
+    def pick(self, rows_n: Tensor, segments: tuple[Segment, ...], *, engram: bool = False) -> Rows:
+        """A batch of some of these rows; `segments` describe them anew. Features are not carried on, n-grams on request."""
         return Rows(
             token_ids_N=self.token_ids_N[rows_n],
             positions_N=self.positions_N[rows_n],
             text_N=self.text_N[rows_n],
             segments=segments,
+            engram_LNX=self.engram_LNX[:, rows_n] if engram and self.engram_LNX is not None else None,
         )
 
 

@@ -1,0 +1,160 @@
+"""Pages of requests: pool, prefix index and identity chains put together for the scheduler and the engine.
+
+Owns which pages of a job are offered to others and under what provenance. Must not know tensors or schedules; lower tiers
+come in through `Tiers`. Design section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, root
+from kvist.cache.pool import PagePool
+from kvist.cache.prefix import Lookup, LowerPage, PrefixIndex, PrefixQuery
+from kvist.config import LayerPlan
+from kvist.engine.replay import Replay
+from kvist.engine.request import Job
+from kvist.engine.scheduler import Hit
+
+
+class Restore(Protocol):
+    """How bytes of a page come back from a lower tier."""
+
+    def __call__(self, page: int, key: bytes) -> bool:
+        """Fill `page` with the page stored under `key`; False if it is gone or damaged (a miss, counted by the tier)."""
+        ...
+
+
+class Pages:
+    """Implements `scheduler.PageBook` on a pool and an index; publishes pages of finite, committed tokens.
+
+    `fingerprint` and `numerics` tell models apart. `tiers` are asked by the index; `restore` brings their pages back.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        *,
+        pages: int,
+        page_tokens: int,
+        fingerprint: bytes,
+        numerics: str,
+        replay: Replay = "bounded",
+        tiers: Sequence[Lookup] = (),
+        restore: Restore | None = None,
+    ) -> None:
+        self.plan, self.page_tokens, self.replay, self.restore = plan, page_tokens, replay, restore
+        self.fingerprint, self.numerics = fingerprint, numerics
+        self.pool = PagePool(pages)
+        self.index = PrefixIndex(self.pool, page_tokens, tiers)
+        self._roots: dict[bytes, bytes] = {}
+
+    @property
+    def total(self) -> int:
+        """Pages in all."""
+        return self.pool.total
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` could give now."""
+        return self.pool.free + self.pool.cached
+
+    def enter(self, job: Job) -> None:
+        """Begin the job's identity chain with its whole prompt."""
+        salt = job.request.salt
+        if salt not in self._roots:
+            if len(self._roots) >= 1 << 16:
+                self._roots.clear()
+            self._roots[salt] = root(self.fingerprint, self.numerics, salt, self.page_tokens)
+        job.chain = Chain(self._roots[salt], self.page_tokens)
+        images = [ImageKey(image.content, image.start, image.tokens) for image in job.request.images]
+        job.chain.extend(job.tokens.ids, images)
+        job.replay_length = self.accepted(job)
+
+    def accepted(self, job: Job) -> int:
+        """The provenance that a job accepts and gives besides EXACT: the length of its bounded replay."""
+        replay = self.replay if job.request.replay is None else job.request.replay
+        if replay == "exact":
+            return EXACT
+        return bounded(self.plan.window if isinstance(replay, str) else replay)
+
+    def lookup(self, job: Job) -> Hit:
+        """See `scheduler.PageBook.lookup`. A prompt whose logits are all wanted hits nothing: all its rows must run."""
+        assert job.chain is not None
+        if job.request.prompt_logprobs:
+            return Hit([], None, 0, True, {})
+        found = self.index.match(PrefixQuery(job.chain, job.replay_length, limit=len(job)))
+        size, step = self.page_tokens, self.plan.alignment
+        whole, exact, tiers = list(found.pages), found.exact, {"device": len(found.pages) * size}
+        if found.lower and found.reach > found.tokens:
+            if found.partial is not None:
+                self.pool.release([found.partial[0]])
+            exact = self._restore(job, found.lower, whole, tiers) and exact
+            return Hit(whole, None, len(whole) * size, exact, tiers)
+        if found.partial is None:
+            return Hit(whole, None, len(whole) * size, exact, tiers)
+        page, tokens = found.partial
+        tokens -= tokens % step
+        if not tokens:
+            self.pool.release([page])
+            return Hit(whole, None, len(whole) * size, exact, tiers)
+        tiers["device"] += tokens
+        return Hit(whole, page, len(whole) * size + tokens, exact, tiers)
+
+    def _restore(self, job: Job, lower: Sequence[LowerPage], whole: list[int], tiers: dict[str, int]) -> bool:
+        """Bring whole pages back in order until one fails; True if all of them are exact."""
+        assert job.chain is not None and self.restore is not None
+        exact = True
+        for entry in lower:
+            if entry.tokens < self.page_tokens or not self.available:
+                break
+            page = self.pool.allocate(1)[0]
+            if not self.restore(page, entry.key):
+                self.pool.release([page])
+                break
+            self.index.publish(job.chain, entry.number, [page], entry.provenance)
+            whole.append(page)
+            tiers[entry.tier] = tiers.get(entry.tier, 0) + self.page_tokens
+            exact = exact and entry.provenance == EXACT
+        return exact
+
+    def allocate(self, count: int) -> list[int]:
+        """See `scheduler.PageBook.allocate`."""
+        return self.pool.allocate(count)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """See `scheduler.PageBook.release`."""
+        self.pool.release(list(pages))
+
+    def advance(self, job: Job) -> None:
+        """Put newly computed tokens into the chain and offer pages that became full (their rows are finite and final)."""
+        assert job.chain is not None
+        if job.computed > job.chain.tokens:
+            job.chain.extend(job.tokens.ids[job.chain.tokens : job.computed])
+        full = job.computed // self.page_tokens
+        if full > job.published:
+            provenance = self._provenance(job)
+            fresh = job.pages[job.published : full]
+            if len(self.index.publish(job.chain, job.published, fresh, provenance)) < len(fresh):
+                # A page before was offered by another job and has been evicted since: offer all of them again.
+                self.index.publish(job.chain, 0, job.pages[:full], provenance)
+            job.offered += fresh
+            job.published = full
+
+    def leave(self, job: Job) -> None:
+        """The job is about to give its pages up: offer the page that is not full too, for the tokens that it has."""
+        assert job.chain is not None
+        if not job.pages or job.computed != job.chain.tokens or not job.computed % self.page_tokens:
+            return
+        page = job.pages[job.computed // self.page_tokens]
+        if self.index.publish_partial(job.chain, page, self._provenance(job)) == page:
+            job.offered.append(page)
+
+    def withdraw(self, job: Job) -> None:
+        """Forget what the job has published: its numbers went wrong."""
+        self.index.withdraw(job.offered)
+        job.offered = []
+
+    def _provenance(self, job: Job) -> int:
+        return EXACT if job.exact_rows else job.replay_length
