@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kvist.kernels.experts import experts
+from kvist.kernels.experts import ResidentBank, experts
 from kvist.kernels.index_select import select
 from kvist.kernels.native import build
 from kvist.kernels.quantise import quantise
@@ -123,7 +123,7 @@ def test_selection_ignores_poisoned_rows_that_are_not_visible():
     assert torch.equal(clean.candidates_NB, again.candidates_NB)
 
 
-class Bank:
+class Bank(ResidentBank):
     """Experts with weights FP4 and FP8 formats can hold, or (`odd`) ones that only float32 holds."""
 
     def __init__(self, width: int, hidden: int, odd: bool) -> None:

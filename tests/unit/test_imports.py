@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": _BASE | {"quant", "kernels"},
     "images": _BASE,
     "text": _BASE,
-    "checkpoint": _BASE | {"quant", "model", "text"},
+    "checkpoint": _MODEL | {"text"},
     "cache": _BASE | {"quant", "kernels"},
     "engine": _ENGINE,
     "server": {"engine", "text"},

@@ -3,25 +3,32 @@
 Other packages import from here. The only place that knows foreign tensor names and containers.
 """
 
+from kvist.checkpoint.bounded import CacheCounters
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.convert import convert
+from kvist.checkpoint.expert_bank import ExpertStore
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.inspect import Inspection, inspect
 from kvist.checkpoint.load import ModelState, build_model, load_model, open_files, read_state, token_classes
 from kvist.checkpoint.locate import ModelNotFound, locate
+from kvist.checkpoint.reads import FileReads, ReadFailed
 from kvist.checkpoint.save import save_checkpoint
 from kvist.checkpoint.tables import EngramTable, open_tables
 from kvist.checkpoint.tensors import TensorFiles
 from kvist.checkpoint.verify import VerifyReport, verify
 
 __all__ = [
+    "CacheCounters",
     "Checkpoint",
     "CheckpointMismatch",
     "EngramTable",
+    "ExpertStore",
+    "FileReads",
     "Finding",
     "Inspection",
     "ModelNotFound",
     "ModelState",
+    "ReadFailed",
     "TensorFiles",
     "VerifyReport",
     "build_model",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvist.checkpoint.contents import require_match
+from kvist.checkpoint.expert_bank import ExpertStore, is_routed_expert
 from kvist.checkpoint.formats import CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.locate import locate
 from kvist.checkpoint.tables import EngramTable, TableAccess, open_tables
@@ -48,15 +49,17 @@ def open_files(model: str | Path, access: Access = "mmap") -> tuple[Path, ModelC
     return folder, config, TensorFiles(checkpoint, access)
 
 
-def read_state(files: TensorFiles, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(released name, values) of every parameter but the Engram tables, one at a time.
+def read_state(
+    files: TensorFiles, config: ModelConfig, dtype: torch.dtype, *, experts: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """(released name, values) of every parameter but the Engram tables (and routed experts, if not wanted), one at a time.
 
     FP8 and FP4 weights are dequantised to `dtype` (exact in bfloat16), BF16 tensors converted to it, F32 ones kept.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; weights load as torch.float32 or torch.bfloat16")
     for parameter in parameters(config):
-        if parameter.storage is not Storage.TABLE:
+        if parameter.storage is not Storage.TABLE and (experts or not is_routed_expert(parameter)):
             yield parameter.name, files.dequantised(parameter, dtype)
 
 
@@ -83,22 +86,27 @@ def build_model(
     engram: TableAccess = "mmap",
     access: Access = "mmap",
     classes: Tensor | None = None,
+    expert_budget_bytes: int | None = None,
 ) -> Transformer:
     """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
 
     The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
-    dtype too; `classes` replaces the token classes that the folder's tokenizer gives.
-    Raises `ConfigError`, `CheckpointMismatch` or `ModelNotFound`.
+    dtype too; `classes` replaces the token classes that the folder's tokenizer gives. With `expert_budget_bytes` routed
+    experts stay in the files and are read as they are chosen, at most so many bytes of them held at a time
+    (`ExpertStore`); the results are the same bit for bit.
+    Raises `ConfigError`, `CheckpointMismatch`, `ModelNotFound`, or ValueError for a budget below one expert.
     """
     numerics = numerics or Numerics(dtype=dtype)
     folder, config, files = open_files(model, access)
     with torch.device("meta"):
         transformer = Transformer(config, numerics)
+    if expert_budget_bytes is not None:
+        transformer.attach_experts(ExpertStore(files, config, numerics, expert_budget_bytes, device=device).banks)
     # A module may keep a parameter wider than the file has it (router, head): widening BF16 is exact.
     kept = {name: value.dtype for name, value in transformer.state_dict().items()}
     state = {
         name: value.to(device=device, dtype=kept.get(name, value.dtype))
-        for name, value in read_state(files, config, numerics.dtype)
+        for name, value in read_state(files, config, numerics.dtype, experts=expert_budget_bytes is None)
     }
     transformer.load_state_dict(state, strict=True, assign=True)
     if config.engram_layer_ids:

@@ -42,6 +42,9 @@ class EngramTable:
         values = unpack_fp8(self.codes[at], self.scales[at], self.dtype)
         return values.view(*ids.shape, self.codes.shape[1]).to(ids.device)
 
+    def prefetch(self, ids: Tensor) -> None:
+        """Resident rows are here; mapped ones come with the kernel's page faults."""
+
 
 def table_parameters(config: ModelConfig) -> dict[int, Parameter]:
     """The table parameter of each Engram layer, by layer index."""

@@ -37,7 +37,7 @@ class TensorFiles:
 
     def mapped(self, name: str) -> Tensor:
         """The bytes of a tensor as a uint8 view [nbytes] of its mapped file; nothing is read before it is used."""
-        entry = self._entry(name)
+        entry = self.entry(name)
         if entry.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if entry.file not in self._maps:
@@ -49,7 +49,7 @@ class TensorFiles:
 
     def mapped_rows(self, name: str) -> Tensor:
         """`mapped`, announced as read here and there: the kernel then fetches single pages and reads nothing ahead."""
-        data, entry = self.mapped(name), self._entry(name)
+        data, entry = self.mapped(name), self.entry(name)
         first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
@@ -58,7 +58,7 @@ class TensorFiles:
 
     def raw(self, name: str) -> Tensor:
         """A tensor of the file in its own dtype, copied (so aligned, and independent of the file)."""
-        entry = self._entry(name)
+        entry = self.entry(name)
         if entry.dtype not in TORCH_DTYPES:
             raise CheckpointMismatch(f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, which no parameter has")
         data = self.mapped(name).clone() if self.access == "mmap" else self._read(entry)
@@ -72,7 +72,8 @@ class TensorFiles:
             return self.raw(parameter.name).to(dtype)
         return dequantise(self.raw(parameter.name), self.raw(parameter.scale_name), parameter.storage, dtype)
 
-    def _entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies. Raises `CheckpointMismatch` if no file holds it."""
         entry = self.checkpoint.entries.get(name)
         if entry is None:
             raise CheckpointMismatch(f"missing tensor {name!r}: none of the files in {self.checkpoint.folder} holds it")

@@ -24,7 +24,11 @@ class EngramReader(Protocol):
     """Table rows of one Engram layer, dequantised."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """int64 ids [...] -> values [..., engram_head_dim]."""
+        """int64 ids [...] -> values [..., engram_head_dim]. Raises a named error if they cannot be read."""
+        ...
+
+    def prefetch(self, ids: Tensor) -> None:
+        """These rows will be asked for soon. Never waits and never fails; a reader with nothing to fetch ignores it."""
         ...
 
 

@@ -33,6 +33,9 @@ class TableInMemory:
         """See `EngramReader`."""
         return self.values_RX[ids]
 
+    def prefetch(self, ids: Tensor) -> None:
+        """All rows are here already."""
+
 
 def random_model(config: ModelConfig, numerics: Numerics, seed: int = 0) -> Transformer:
     """A model of any configuration with seeded random weights and in-memory Engram tables, on the CPU."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
-from kvist.kernels.experts import ExpertBank, experts
+from kvist.kernels.experts import ExpertBank, ResidentBank, experts
 from kvist.kernels.routing import route, scores_ref
 from kvist.model.layers import QuantLinear
 from kvist.model.numerics import Numerics
@@ -57,8 +57,8 @@ class Expert(nn.Module):
         self.w3 = QuantLinear(config.dim, config.moe_inter_dim, numerics)
 
 
-class ModuleBank:
-    """Experts held as modules, as the reference and training do."""
+class ModuleBank(ResidentBank):
+    """Experts held as modules, as the reference does."""
 
     def __init__(self, modules: nn.ModuleList, numerics: Numerics) -> None:
         # Held by name once: attribute look-ups of modules cost as much as a small native product.
@@ -66,7 +66,7 @@ class ModuleBank:
         self.numerics = numerics
 
     def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See `ExpertBank`."""
+        """See `ResidentBank`."""
         n = self.numerics
         w1, w2, w3 = self.layers[index]
         parts = n.fp4_weight(w1.weight), n.fp4_weight(w2.weight), n.fp4_weight(w3.weight)
@@ -76,17 +76,19 @@ class ModuleBank:
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared one. `bank` may be replaced by one that reads experts from elsewhere."""
+    """Routed experts plus the shared one. `attach` replaces the experts it owns by a bank that reads them from elsewhere."""
 
-    def __init__(
-        self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int, *, own_experts: bool = True
-    ) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int) -> None:
         super().__init__()
         self.gate = Router(config, numerics, n_experts, n_active)
-        self.experts = nn.ModuleList(Expert(config, numerics) for _ in range(n_experts if own_experts else 0))
+        self.experts = nn.ModuleList(Expert(config, numerics) for _ in range(n_experts))
         self.shared_experts = Expert(config, numerics)
         self.bank: ExpertBank = ModuleBank(self.experts, numerics)
         self.numerics, self.limit = numerics, config.swiglu_limit
+
+    def attach(self, bank: ExpertBank) -> None:
+        """Read routed experts through `bank` from now on; the own ones are given up."""
+        self.experts, self.bank = nn.ModuleList(), bank
 
     def forward(self, x_ND: Tensor, text_N: Tensor) -> Tensor:
         """[N,D] -> [N,D]: routed outputs summed in float32, the shared expert added, rounded once."""

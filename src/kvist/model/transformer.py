@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
+from kvist.kernels.experts import ExpertBank
 from kvist.kernels.hyper_connections.ref import collapse
 from kvist.model.block import Block
 from kvist.model.dspark import DraftBlocks
@@ -71,6 +72,26 @@ class Transformer(nn.Module):
             block = self.layers[layer]
             assert isinstance(block, Block) and block.engram is not None
             block.engram.reader = readers[layer]
+
+    def attach_experts(self, banks: Mapping[int, ExpertBank]) -> None:
+        """Read the routed experts of every block through a bank by layer index; draft blocks count after the backbone."""
+        blocks = [*self.layers, *(self.mtp or ())]
+        missing = [layer for layer in range(len(blocks)) if layer not in banks]
+        if missing:
+            raise ValueError(f"layers {missing} have no expert bank")
+        for layer, block in enumerate(blocks):
+            assert isinstance(block, Block)
+            block.ffn.attach(banks[layer])
+
+    def prefetch_engram(self, engram_LNX: Tensor | None) -> None:
+        """Tell the tables which rows (of `engram_ids`) will be wanted, so that readers that fetch can begin now."""
+        if engram_LNX is None:
+            return
+        for layer, ids_NX in zip(self.config.engram_layer_ids, engram_LNX, strict=True):
+            block = self.layers[layer]
+            assert isinstance(block, Block) and block.engram is not None
+            if block.engram.reader is not None:
+                block.engram.reader.prefetch(ids_NX)
 
     def engram_ids(self, ids_T: Tensor, text_T: Tensor, start: int = 0) -> Tensor | None:
         """Engram row ids [layers, T - start, columns] of one sequence given from position 0, or None without Engram."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvist.kernels.experts.bank import ExpertBank, Portion, ResidentBank, Triple
 from kvist.kernels.experts.cpu import experts_cpu
-from kvist.kernels.experts.ref import ExpertBank, experts_ref, swiglu
+from kvist.kernels.experts.ref import experts_ref, swiglu
 
-__all__ = ["ExpertBank", "experts", "swiglu"]
+__all__ = ["ExpertBank", "Portion", "ResidentBank", "Triple", "experts", "swiglu"]
 
 
 def experts(

@@ -1,4 +1,4 @@
-"""Experts by the native library: one call for all experts that a batch chose, and the shared one.
+"""Experts by the native library: one call for the experts of a portion that a batch chose, and the shared one.
 
 Must not know layers. Shapes as in `ref.py`.
 """
@@ -6,14 +6,17 @@ Must not know layers. Shapes as in `ref.py`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvist.kernels.experts.ref import ExpertBank, experts_ref
+from kvist.kernels.experts.bank import ExpertBank, Triple
+from kvist.kernels.experts.ref import experts_ref
 from kvist.kernels.native import Packed, f32, i64, native_or_none, packed, reference_runs, refuse_gradients, threads
 
 SHARED_ID = -1
+PackedTriple = tuple[Packed, Packed, Packed]
 
 
 def experts_cpu(
@@ -36,19 +39,39 @@ def experts_cpu(
         raise ValueError(f"impl 'cpu' quantises hidden activations to fp8 or not at all, got {form!r}; use impl 'ref'")
     refuse_gradients(x_ND, weights_NK)
     x, ids, weights = f32(x_ND), i64(ids_NK), f32(weights_NK)
-    chosen = [index for index in sorted(set(ids.flatten().tolist())) if index >= 0]
-    triples = [_pack_expert(bank.expert(index)) for index in chosen]
-    if shared is not None:
-        chosen.append(SHARED_ID)
-        triples.append(_pack_expert(shared))
-    if not triples or not len(x):
+    if not len(x):
         return torch.zeros_like(x)
-    hidden = (shared or bank.expert(chosen[0]))[0].shape[0]
-    count = len(triples)
-    tables = (ctypes.c_void_p * (3 * count))(*[part.pointer for triple in triples for part in triple])
-    numbers = (ctypes.c_int64 * count)(*chosen)
-    kinds = (ctypes.c_int32 * count)(*[triple[0].kind for triple in triples])
     out_ND = torch.empty_like(x)
+    last = [] if shared is None else [(SHARED_ID, _pack_expert(shared))]
+    portions = bank.portions([index for index in sorted(set(ids.flatten().tolist())) if index >= 0])
+    for number, portion in enumerate(portions):
+        with portion as held:
+            chosen = [(index, _pack_expert(triple)) for index, triple in held]
+            if number == len(portions) - 1:
+                chosen += last
+            _add_experts(native, x, ids, weights, chosen, out_ND, limit, form, begun=number > 0)
+    if not portions:
+        _add_experts(native, x, ids, weights, last, out_ND, limit, form, begun=False)
+    return out_ND
+
+
+def _add_experts(
+    native: ctypes.CDLL,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    chosen: Sequence[tuple[int, PackedTriple]],
+    out_ND: Tensor,
+    limit: float,
+    form: str | None,
+    *,
+    begun: bool,
+) -> None:
+    """Add the chosen experts' outputs to `out_ND`, which is set to zero first unless `begun`."""
+    count = len(chosen)
+    tables = (ctypes.c_void_p * (3 * count))(*[part.pointer for _, triple in chosen for part in triple])
+    numbers = (ctypes.c_int64 * count)(*[index for index, _ in chosen])
+    kinds = (ctypes.c_int32 * count)(*[triple[0].kind for _, triple in chosen])
     native.kvist_experts(
         x.data_ptr(),
         ids.data_ptr(),
@@ -61,18 +84,22 @@ def experts_cpu(
         ids.shape[1],
         count,
         x.shape[1],
-        hidden,
+        chosen[0][1][0].outputs if chosen else 0,
         limit,
         form is not None,
+        begun,
         threads(),
     )
-    return out_ND
 
 
-def _pack_expert(weights: tuple[Tensor, Tensor, Tensor]) -> tuple[Packed, Packed, Packed]:
+def _pack_expert(weights: Triple) -> PackedTriple:
     """One storage kind for all three, because the native call takes one an expert."""
-    w1, w2, w3 = (packed(w) for w in weights)
-    if w1.kind == w2.kind == w3.kind:
+    w1, w2, w3 = weights
+    if isinstance(w1, Packed):
+        assert isinstance(w2, Packed) and isinstance(w3, Packed)
         return w1, w2, w3
-    w1, w2, w3 = (packed(w, wide=True) for w in weights)
-    return w1, w2, w3
+    assert isinstance(w2, Tensor) and isinstance(w3, Tensor)
+    first, second, third = packed(w1), packed(w2), packed(w3)
+    if first.kind == second.kind == third.kind:
+        return first, second, third
+    return packed(w1, wide=True), packed(w2, wide=True), packed(w3, wide=True)

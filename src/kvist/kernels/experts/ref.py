@@ -5,21 +5,12 @@ Shapes: N rows, D model width, F expert width, K experts a row.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from kvist.kernels.elementwise import silu
+from kvist.kernels.experts.bank import ExpertBank
 from kvist.kernels.linear import linear
-
-
-class ExpertBank(Protocol):
-    """Where an expert's weights come from: memory, a file, another device (design 5)."""
-
-    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(w1 [F,D] gate, w2 [D,F] down, w3 [F,D] up) of one expert."""
-        ...
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor, limit: float) -> Tensor:
@@ -41,14 +32,16 @@ def experts_ref(
 ) -> Tensor:
     """See `experts`. The routing weight multiplies the hidden activation, so it is inside w2's quantisation."""
     out_ND = torch.zeros(x_ND.shape, dtype=torch.float32, device=x_ND.device)
-    for index in torch.unique(ids_NK[ids_NK >= 0]).tolist():
-        row, slot = (ids_NK == index).nonzero(as_tuple=True)
-        w1_FD, w2_DF, w3_FD = bank.expert(index)
-        x_nD = x_ND[row]
-        hidden_nF = swiglu(linear(x_nD, w1_FD, impl=impl), linear(x_nD, w3_FD, impl=impl), limit)
-        hidden_nF = hidden_nF * weights_NK[row, slot].unsqueeze(1)
-        y_nD = linear(hidden_nF.to(x_ND.dtype), w2_DF, form=form, impl=impl)
-        out_ND = out_ND.index_add(0, row, y_nD.float())
+    for portion in bank.portions(torch.unique(ids_NK[ids_NK >= 0]).tolist()):
+        with portion as held:
+            for index, (w1_FD, w2_DF, w3_FD) in held:
+                assert isinstance(w1_FD, Tensor) and isinstance(w2_DF, Tensor) and isinstance(w3_FD, Tensor), "packed weights"
+                row, slot = (ids_NK == index).nonzero(as_tuple=True)
+                x_nD = x_ND[row]
+                hidden_nF = swiglu(linear(x_nD, w1_FD, impl=impl), linear(x_nD, w3_FD, impl=impl), limit)
+                hidden_nF = hidden_nF * weights_NK[row, slot].unsqueeze(1)
+                y_nD = linear(hidden_nF.to(x_ND.dtype), w2_DF, form=form, impl=impl)
+                out_ND = out_ND.index_add(0, row, y_nD.float())
     if shared is None:
         return out_ND
     w1_FD, w2_DF, w3_FD = shared

@@ -15,7 +15,7 @@ from kvist.kernels.native.calls import (
     refuse_gradients,
     threads,
 )
-from kvist.kernels.native.packed import Packed, packed
+from kvist.kernels.native.packed import Packed, pack, pack_fp4, packed, packed_fp4_bytes
 
 __all__ = [
     "NativeBuildError",
@@ -27,7 +27,10 @@ __all__ = [
     "library",
     "native_or_none",
     "one_torch_thread",
+    "pack",
+    "pack_fp4",
     "packed",
+    "packed_fp4_bytes",
     "reference_runs",
     "refuse_gradients",
     "threads",

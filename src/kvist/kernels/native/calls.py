@@ -27,6 +27,8 @@ _CODES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 _SIGNATURES = {
     "kvist_quantise": "ppnnii",
     "kvist_pack": "pnnip",
+    "kvist_pack_fp4": "ppnnp",
+    "kvist_read_rows": "innpnpp",
     "kvist_linear": "pnnnpinpiii",
     "kvist_rms_norm": "pppnnfi",
     "kvist_group_pool": "pppnnn",
@@ -34,10 +36,11 @@ _SIGNATURES = {
     "kvist_enter": "pppippppppp" + "nnniffi",
     "kvist_leave": "pppppnnni",
     "kvist_route": "pnpinnpppnfifppi",
-    "kvist_experts": "ppppppp" + "nnnnnfii",
+    "kvist_experts": "ppppppp" + "nnnnnfiii",
     "kvist_attend": "ppppppp" + "nnnnnii",
     "kvist_select": "ppppppp" + "nnnnnnnni",
 }
+_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_read_rows": ctypes.c_int64}
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)
 
 
@@ -49,7 +52,7 @@ def native_or_none() -> ctypes.CDLL | None:
         for name, codes in _SIGNATURES.items():
             function = getattr(native, name)
             function.argtypes = [_CODES[code] for code in codes]
-            function.restype = ctypes.c_int if name == "kvist_pack" else None
+            function.restype = _RESULTS.get(name)
     return native
 
 

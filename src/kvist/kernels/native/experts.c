@@ -67,7 +67,7 @@ void kvist_route(const float *x, int64_t rows, const void *gate, int kind, int64
 }
 
 /* `tables` holds, for each listed expert, pointers to packed w1, w2 and w3; `expert_ids` ascending, a trailing shared
- * expert has id -1 and runs every row with weight 1. */
+ * expert has id -1 and runs every row with weight 1. `begun`: `out` holds the sum over experts of earlier calls. */
 typedef struct {
     const float *x;
     const int64_t *ids;
@@ -78,7 +78,7 @@ typedef struct {
     float *out;
     int64_t active, experts, width, hidden;
     float limit;
-    int quantise;
+    int quantise, begun;
 } experts_job;
 
 enum { EXPERT_ROWS = 32 };
@@ -130,7 +130,7 @@ static void experts_range(void *context, int64_t first, int64_t stop)
     int64_t d = job->width, f = job->hidden, k = job->active, index[EXPERT_ROWS], most = d > f ? d : f;
     float share[EXPERT_ROWS];
     float *buffer = malloc((size_t)(EXPERT_ROWS * (2 * d + 2 * f + most + 2)) * 4);
-    memset(job->out + first * d, 0, (size_t)((stop - first) * d) * 4);
+    if (!job->begun) memset(job->out + first * d, 0, (size_t)((stop - first) * d) * 4);
     for (int64_t e = 0; e < job->experts; e++) {
         int64_t rows = 0;
         for (int64_t r = first; r < stop; r++) {
@@ -152,8 +152,8 @@ static void experts_range(void *context, int64_t first, int64_t stop)
 
 void kvist_experts(const float *x, const int64_t *ids, const float *weights, const void *const *tables, const int64_t *expert_ids,
                    const int32_t *kinds, float *out, int64_t rows, int64_t active, int64_t experts, int64_t width, int64_t hidden,
-                   float limit, int quantise, int threads)
+                   float limit, int quantise, int begun, int threads)
 {
-    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, active, experts, width, hidden, limit, quantise};
+    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, active, experts, width, hidden, limit, quantise, begun};
     parallel_ranges(experts_range, &job, rows, rows < 4 ? 1 : threads);
 }

@@ -83,10 +83,18 @@ DEFINE_EXP(exp8, v8, i8v)
 /* The formats of activations and cache rows; see kvist.quant for the meaning. */
 enum { FORMAT_FP8 = 0, FORMAT_MXFP4 = 1, FORMAT_MAIN_FP4 = 2 };
 void quantise_row(const float *x, float *y, int64_t n, int format);
+/* Rows as cache bytes: two E2M1 codes a byte, the even one low, and a scale byte a group (16: E4M3, 32: E8M0). */
+void pack_main_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n);
+void pack_key_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n);
+
+/* Attention of one query [heads][width] over n keys; `scratch` holds 8 (n + width) floats. */
+void attend_keys(const float *q, const float *const *keys, int64_t n, int64_t heads, int64_t width, const float *sink,
+                 int round_weights, float *out, float *scratch);
 
 /* A weight [outputs, inputs] in panels of 16 outputs: lanes are outputs, so products need no sum across lanes.
- * kind 0: bfloat16 pairs, uint32 [panels][ceil(inputs / 2)][16]; kind 1: float32 [panels][inputs][16]. */
-enum { WEIGHT_BF16 = 0, WEIGHT_F32 = 1 };
+ * kind 0: bfloat16 pairs, uint32 [panels][ceil(inputs / 2)][16]; kind 1: float32 [panels][inputs][16]; kind 2: FP4 codes and
+ * scales (fp4.c), expanded a few panels at a time to what kind 0 holds. */
+enum { WEIGHT_BF16 = 0, WEIGHT_F32 = 1, WEIGHT_FP4 = 2 };
 typedef struct {
     const void *data;
     int64_t outputs, inputs;
@@ -99,6 +107,9 @@ void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *
 /* The same for panels first..stop-1 only; y points at output 0. */
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                     int64_t first, int64_t stop);
+
+/* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes. */
+void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint32_t *pairs);
 
 /* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */
 typedef void (*range_task)(void *context, int64_t first, int64_t stop);

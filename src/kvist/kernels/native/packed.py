@@ -1,6 +1,7 @@
-"""Packed copies of weights, made once and kept as long as the weight lives.
+"""Packed copies of weights: of values, made once and kept as long as the weight lives, and of stored FP4 codes.
 
-A weight whose values all fit bfloat16 (every stored format does) is packed as bfloat16 pairs, any other as float32.
+A weight whose values all fit bfloat16 (every stored format does) is packed as bfloat16 pairs, any other as float32; FP4
+codes stay four bits and are expanded tile by tile to the same pairs, so that a product has the same bits either way.
 A copy is made anew when the weight was written to (torch's version counter) or moved. Must not know layers.
 """
 
@@ -14,16 +15,18 @@ from torch import Tensor
 
 from kvist.kernels.native.calls import f32, native_or_none
 
-BF16, F32 = 0, 1
+BF16, F32, FP4 = 0, 1, 2
 LANES = 16
+FP4_GROUP_BYTES = 16
 
 
 class Packed(NamedTuple):
-    """`data` uint32/float32 words in panels of 16 outputs (layout: kvist.h); `pointer` its address."""
+    """`data` words or codes in panels of 16 outputs (layout: kvist.h); `pointer` its address; `outputs` of the weight."""
 
     data: Tensor
     pointer: int
     kind: int
+    outputs: int
 
 
 class _Entry(NamedTuple):
@@ -46,13 +49,14 @@ def packed(w: Tensor, groups: int = 1, *, wide: bool = False) -> Packed:
     version = -1 if w.is_inference() else w._version
     if entry is not None and entry.owner() is w and entry.version == version and entry.address == w.data_ptr():
         return entry.packed
-    made = _pack(w.detach(), groups, wide)
+    made = pack(w.detach(), groups, wide=wide)
     owner = weakref.ref(w, lambda _: _entries.pop(key, None))
     _entries[key] = _Entry(owner, w.data_ptr(), version, made)
     return made
 
 
-def _pack(w: Tensor, groups: int, wide: bool) -> Packed:
+def pack(w: Tensor, groups: int = 1, *, wide: bool = False) -> Packed:
+    """A packed copy that the caller keeps; see `packed`."""
     native = native_or_none()
     assert native is not None, "callers run the reference where there is no library"
     outputs, inputs = w.shape
@@ -67,5 +71,24 @@ def _pack(w: Tensor, groups: int, wide: bool) -> Packed:
             native.kvist_pack(source[g * each].data_ptr() if each else 0, each, inputs, kind, data.data_ptr() + g * step)
             for g in range(groups)
         ):
-            return Packed(data, data.data_ptr(), kind)
+            return Packed(data, data.data_ptr(), kind, outputs)
     raise AssertionError("every float32 weight can be packed as float32")
+
+
+def packed_fp4_bytes(outputs: int, inputs: int) -> int:
+    """Bytes of `pack_fp4`: codes and scales of whole panels."""
+    depth = -(-inputs // 2)
+    return -(-outputs // LANES) * LANES * (depth + -(-depth // FP4_GROUP_BYTES))
+
+
+def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
+    """Stored FP4 codes [outputs, inputs / 2] and E8M0 scales [outputs, ceil(inputs / 32)], any one-byte dtypes, in panels."""
+    native = native_or_none()
+    assert native is not None, "callers run the reference where there is no library"
+    outputs, depth = codes.shape
+    if tuple(scales.shape) != (outputs, -(-depth // FP4_GROUP_BYTES)):
+        raise ValueError(f"FP4 codes {list(codes.shape)} need a scale for every 16 bytes of a row, got {list(scales.shape)}")
+    source, factors = codes.contiguous(), scales.contiguous()
+    data = torch.empty(packed_fp4_bytes(outputs, 2 * depth), dtype=torch.uint8)
+    native.kvist_pack_fp4(source.data_ptr(), factors.data_ptr(), outputs, depth, data.data_ptr())
+    return Packed(data, data.data_ptr(), FP4, outputs)

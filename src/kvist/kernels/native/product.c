@@ -86,6 +86,40 @@ INLINE void all_tiles(const int mode, const float *x, int64_t ldx, const uint32_
         }
 }
 
+/* Panels of bfloat16 pairs; `pairs` holds the rows in that form if `exact` and the processor multiplies them. */
+static void pair_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, weight_t w, float *y, int64_t ldy,
+                       int exact, int64_t first, int64_t stop)
+{
+#ifdef __AVX512BF16__
+    if (exact) {
+        all_tiles(USE_DOT, x, ldx, pairs, (w.inputs + 1) / 2, rows, w, y, ldy, first, stop);
+        return;
+    }
+#endif
+    (void)exact, (void)pairs;
+    all_tiles(USE_PAIRS, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
+}
+
+enum { EXPANDED_BYTES = 1 << 19 };
+
+/* FP4 panels, expanded a few at a time into memory that stays in the cache: the sums are those of kind 0. */
+static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, weight_t w, float *y, int64_t ldy,
+                      int exact, int64_t first, int64_t stop)
+{
+    int64_t depth = (w.inputs + 1) / 2, groups = (depth + 15) / 16, panels = (w.outputs + 15) / 16;
+    int64_t fitting = EXPANDED_BYTES / (depth * 64), step = fitting >= 8 ? 8 : fitting >= 4 ? 4 : 2;
+    const uint8_t *codes = w.data, *scales = codes + panels * 16 * depth;
+    uint32_t *expanded = aligned_alloc(64, (size_t)(step * depth * 64));
+    for (int64_t panel = first; panel < stop; panel += step) {
+        int64_t count = stop - panel < step ? stop - panel : step;
+        for (int64_t n = 0; n < count; n++)
+            expand_fp4(codes + (panel + n) * 16 * depth, scales + (panel + n) * 16 * groups, depth, expanded + n * depth * 16);
+        weight_t part = {expanded, w.outputs - panel * 16, w.inputs, WEIGHT_BF16};
+        pair_tiles(x, ldx, pairs, rows, part, y + panel * 16, ldy, exact, 0, count);
+    }
+    free(expanded);
+}
+
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                     int64_t first, int64_t stop)
 {
@@ -101,11 +135,9 @@ void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float
                 uint32_t high = 2 * k + 1 < w.inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
                 pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
             }
-        all_tiles(USE_DOT, x, ldx, pairs, depth, rows, w, y, ldy, first, stop);
-        return;
     }
 #endif
-    all_tiles(USE_PAIRS, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
+    (w.kind == WEIGHT_FP4 ? fp4_tiles : pair_tiles)(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
 }
 
 void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs)

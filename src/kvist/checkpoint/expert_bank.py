@@ -1,0 +1,230 @@
+"""Routed experts that stay in their files: read as routing asks for them, through one bounded cache for all layers.
+
+Owns which bytes an expert is, in which form it is held, portions and look-ahead. Must not know routing or sums. An expert is
+held as the file stores it (packed FP4: half a byte a value), re-ordered for the native operator where that runs, and otherwise
+dequantised one at a time while it is used; so its values, and the bits of every result, are those of a resident model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvist.checkpoint.bounded import BoundedCache, CacheCounters
+from kvist.checkpoint.formats import Entry
+from kvist.checkpoint.reads import FileReads, adjacent_runs
+from kvist.checkpoint.tensors import TORCH_DTYPES, TensorFiles, dequantise
+from kvist.config import ModelConfig
+from kvist.inventory import Parameter, Storage, parameters
+from kvist.kernels.experts import Triple
+from kvist.kernels.native import Packed, native_or_none, pack, pack_fp4, packed_fp4_bytes
+from kvist.model.numerics import Numerics
+
+Key = tuple[int, int]
+"""(layer, expert); layers count draft blocks after the backbone."""
+Planes = tuple[tuple[Tensor, Tensor | None], ...]
+"""(codes, scales or None) of w1, w2, w3 as the file stores them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One expert in memory: stored planes, or its three packed weights for the native operator."""
+
+    planes: Planes | None
+    packed: tuple[Packed, Packed, Packed] | None
+
+
+class ExpertStore:
+    """All routed experts of an opened checkpoint behind a cache of `budget_bytes`.
+
+    `numerics` decides the form in which experts are held and handed out, `device` where dequantised ones go. Beside the budget,
+    one expert's dequantised values exist at a time where the native operator does not run. `look_ahead`: read what the next
+    layer used last time while this one computes. Raises ValueError for a budget below the largest expert.
+    """
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        config: ModelConfig,
+        numerics: Numerics,
+        budget_bytes: int,
+        *,
+        device: torch.device | str = "cpu",
+        look_ahead: bool = True,
+        reads: FileReads | None = None,
+        readers: int = 2,
+    ) -> None:
+        self.files, self.numerics, self.device, self.look_ahead = files, numerics, torch.device(device), look_ahead
+        self.reads = reads or FileReads()
+        native = numerics.product_impl == "cpu" and numerics.dtype is torch.float32 and self.device.type == "cpu"
+        self.native = native and native_or_none() is not None
+        self.experts = _expert_parameters(config)
+        largest = max((self.nbytes(key) for key in self.experts), default=0)
+        if budget_bytes < largest:
+            raise ValueError(
+                f"an expert budget of {budget_bytes:,} bytes holds no expert: the largest takes {largest:,} bytes; "
+                f"give at least that, better {2 * config.n_activated_experts} times as much"
+            )
+        self.portion_bytes = max(largest, budget_bytes // 2)
+        self.cache: BoundedCache[Key, Held] = BoundedCache(
+            self.load, self.nbytes, budget_bytes, name="experts", workers=readers
+        )
+        layers = sorted({layer for layer, _ in self.experts})
+        self.banks: Mapping[int, FileBank] = {layer: FileBank(self, layer) for layer in layers}
+        for layer, following in zip(layers, layers[1:], strict=False):
+            self.banks[layer].following = self.banks[following]
+        if layers:
+            # After the last layer comes the next token's first one.
+            self.banks[layers[-1]].following = self.banks[layers[0]]
+
+    def counters(self) -> CacheCounters:
+        """Hits, misses, bytes and seconds since the start."""
+        return self.cache.counters()
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        self.cache.close()
+
+    def nbytes(self, key: Key) -> int:
+        """Bytes that one expert takes while held."""
+        if self.native:
+            return sum(_packed_bytes(parameter) for parameter in self.experts[key])
+        return sum(parameter.nbytes for parameter in self.experts[key])
+
+    def load(self, key: Key) -> Held:
+        """Read one expert. Raises `ReadFailed` naming the file, the tensor and the expert."""
+        three = self.experts[key]
+        entries = {spec.name: self.files.entry(spec.name) for parameter in three for spec in parameter.specs()}
+        raw: dict[str, Tensor] = {}
+        for run in adjacent_runs(list(entries.values())):
+            raw |= self._read(run, key)
+        planes = tuple(
+            (raw[parameter.name], raw.get(parameter.scale_name) if len(parameter.specs()) == 2 else None) for parameter in three
+        )
+        if not self.native:
+            return Held(planes, None)
+        first, second, third = (
+            _pack(parameter, codes, scales) for parameter, (codes, scales) in zip(three, planes, strict=True)
+        )
+        return Held(None, (first, second, third))
+
+    def values(self, key: Key, held: Held) -> Triple:
+        """What the operator multiplies with: packed weights, or values in the model's dtype on its device."""
+        if held.packed is not None:
+            return held.packed
+        assert held.planes is not None
+        first, second, third = (
+            _dequantise(parameter, codes.to(self.device), None if scales is None else scales.to(self.device), self.numerics.dtype)
+            for parameter, (codes, scales) in zip(self.experts[key], held.planes, strict=True)
+        )
+        return first, second, third
+
+    def _read(self, run: list[Entry], key: Key) -> dict[str, Tensor]:
+        """One read for tensors that lie side by side in the file; each is a view of the buffer."""
+        buffer = torch.empty(sum(entry.nbytes for entry in run), dtype=torch.uint8)
+        what = f"tensor {run[0].name!r}" + (f" to {run[-1].name!r}" if len(run) > 1 else "")
+        what += f" (expert {key[1]} of layer {key[0]})"
+        self.reads.range_into(run[0].file, run[0].offset, memoryview(buffer.numpy()), what)
+        views, at = {}, 0
+        for entry in run:
+            views[entry.name] = buffer[at : at + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+            at += entry.nbytes
+        return views
+
+
+class FileBank:
+    """The experts of one layer; satisfies the operator's `ExpertBank`."""
+
+    def __init__(self, store: ExpertStore, layer: int) -> None:
+        self.store, self.layer = store, layer
+        self.following: FileBank | None = None
+        self.used: list[int] = []
+        self.count = sum(1 for at, _ in store.experts if at == layer)
+
+    def portions(self, ids: Sequence[int]) -> Sequence[AbstractContextManager[Sequence[tuple[int, Triple]]]]:
+        """Runs of at most half the budget: while one is computed with, what comes after it is read.
+
+        After the last come the next layer's likely experts: those it used last time, or all of them in the wake of a batch
+        that wants most of this layer.
+        """
+        store = self.store
+        cuts = [0]
+        filled = 0
+        for at, index in enumerate(ids):
+            nbytes = store.nbytes((self.layer, index))
+            if filled + nbytes > store.portion_bytes and filled:
+                cuts.append(at)
+                filled = 0
+            filled += nbytes
+        self.used = list(ids)
+        keys = [(self.layer, index) for index in ids]
+        parts = [keys[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(keys)], strict=True)] if keys else []
+        after = self._likely_next(ids) if store.look_ahead else []
+        return [
+            self._hold(part, keys[stop:] + after if store.look_ahead else [])
+            for part, stop in zip(parts, [*cuts[1:], len(keys)], strict=False)
+        ]
+
+    @contextmanager
+    def _hold(self, keys: list[Key], then: list[Key]) -> Iterator[Sequence[tuple[int, Triple]]]:
+        with self.store.cache.hold(keys, then) as held:
+            yield _Values(self.store, keys, held)
+
+    def _likely_next(self, ids: Sequence[int]) -> list[Key]:
+        bank = self.following
+        if bank is None:
+            return []
+        likely = range(bank.count) if 2 * len(ids) > self.count else bank.used
+        return [(bank.layer, index) for index in likely]
+
+
+class _Values(Sequence[tuple[int, Triple]]):
+    """(index, weights) of held experts, made as each is asked for: dequantised ones are large and used one after another."""
+
+    def __init__(self, store: ExpertStore, keys: Sequence[Key], held: Sequence[Held]) -> None:
+        self.store, self.keys, self.held = store, keys, held
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.keys[at][1], self.store.values(self.keys[at], self.held[at])
+
+
+def _expert_parameters(config: ModelConfig) -> dict[Key, tuple[Parameter, Parameter, Parameter]]:
+    found: dict[Key, list[Parameter]] = {}
+    for parameter in parameters(config):
+        if is_routed_expert(parameter):
+            index = int(parameter.name.split(".experts.")[1].split(".")[0])
+            found.setdefault((parameter.layer, index), []).append(parameter)
+    return {key: (three[0], three[1], three[2]) for key, three in found.items()}
+
+
+def is_routed_expert(parameter: Parameter) -> bool:
+    """True for the weights that an `ExpertStore` hands out: a resident model without them is small."""
+    return ".experts." in parameter.name
+
+
+def _packed_bytes(parameter: Parameter) -> int:
+    rows, columns = parameter.shape
+    if parameter.storage is Storage.FP4:
+        return packed_fp4_bytes(rows, columns)
+    return -(-rows // 16) * 16 * -(-columns // 2) * 4
+
+
+def _pack(parameter: Parameter, codes: Tensor, scales: Tensor | None) -> Packed:
+    if parameter.storage is Storage.FP4:
+        assert scales is not None
+        return pack_fp4(codes, scales)
+    return pack(_dequantise(parameter, codes, scales, torch.float32))
+
+
+def _dequantise(parameter: Parameter, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        return codes.to(dtype)
+    return dequantise(codes, scales, parameter.storage, dtype)
