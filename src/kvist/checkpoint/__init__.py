@@ -6,10 +6,20 @@ Other packages import from here. The only place that knows foreign tensor names 
 from kvist.checkpoint.bounded import CacheCounters
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.convert import convert
+from kvist.checkpoint.engram_store import EngramCounters, EngramStore
 from kvist.checkpoint.expert_bank import ExpertStore
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.inspect import Inspection, inspect
-from kvist.checkpoint.load import ModelState, build_model, load_model, open_files, read_state, token_classes
+from kvist.checkpoint.load import (
+    FetchCounters,
+    ModelState,
+    build_model,
+    fetch_counters,
+    load_model,
+    open_files,
+    read_state,
+    token_classes,
+)
 from kvist.checkpoint.locate import ModelNotFound, locate
 from kvist.checkpoint.reads import FileReads, ReadFailed
 from kvist.checkpoint.save import save_checkpoint
@@ -21,8 +31,11 @@ __all__ = [
     "CacheCounters",
     "Checkpoint",
     "CheckpointMismatch",
+    "EngramCounters",
+    "EngramStore",
     "EngramTable",
     "ExpertStore",
+    "FetchCounters",
     "FileReads",
     "Finding",
     "Inspection",
@@ -34,6 +47,7 @@ __all__ = [
     "build_model",
     "compare",
     "convert",
+    "fetch_counters",
     "inspect",
     "load_model",
     "locate",

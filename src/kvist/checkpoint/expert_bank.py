@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,12 +72,10 @@ class ExpertStore:
                 f"give at least that, better {2 * config.n_activated_experts} times as much"
             )
         self.portion_bytes = max(largest, budget_bytes // 2)
-        self.cache: BoundedCache[Key, Held] = BoundedCache(
-            self.load, self.nbytes, budget_bytes, name="experts", workers=readers
-        )
+        self.cache: BoundedCache[Key, Held] = BoundedCache(self.load, self.nbytes, budget_bytes, name="experts", workers=readers)
         layers = sorted({layer for layer, _ in self.experts})
         self.banks: Mapping[int, FileBank] = {layer: FileBank(self, layer) for layer in layers}
-        for layer, following in zip(layers, layers[1:], strict=False):
+        for layer, following in pairwise(layers):
             self.banks[layer].following = self.banks[following]
         if layers:
             # After the last layer comes the next token's first one.
@@ -87,7 +86,7 @@ class ExpertStore:
         return self.cache.counters()
 
     def close(self) -> None:
-        """Stop the reading threads."""
+        """Stop the reading threads; the model must not run afterwards."""
         self.cache.close()
 
     def nbytes(self, key: Key) -> int:
@@ -108,9 +107,7 @@ class ExpertStore:
         )
         if not self.native:
             return Held(planes, None)
-        first, second, third = (
-            _pack(parameter, codes, scales) for parameter, (codes, scales) in zip(three, planes, strict=True)
-        )
+        first, second, third = (_pack(parameter, codes, scales) for parameter, (codes, scales) in zip(three, planes, strict=True))
         return Held(None, (first, second, third))
 
     def values(self, key: Key, held: Held) -> Triple:
@@ -129,7 +126,7 @@ class ExpertStore:
         buffer = torch.empty(sum(entry.nbytes for entry in run), dtype=torch.uint8)
         what = f"tensor {run[0].name!r}" + (f" to {run[-1].name!r}" if len(run) > 1 else "")
         what += f" (expert {key[1]} of layer {key[0]})"
-        self.reads.range_into(run[0].file, run[0].offset, memoryview(buffer.numpy()), what)
+        self.reads.range_into(run[0].file, run[0].offset, buffer.numpy().data, what)
         views, at = {}, 0
         for entry in run:
             views[entry.name] = buffer[at : at + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)

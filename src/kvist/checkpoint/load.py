@@ -6,15 +6,18 @@ Must not know requests or devices' kernels. Source: facts section 13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvist.checkpoint.bounded import CacheCounters
 from kvist.checkpoint.contents import require_match
-from kvist.checkpoint.expert_bank import ExpertStore, is_routed_expert
+from kvist.checkpoint.engram_store import DEFAULT_CACHE_BYTES, EngramCounters, EngramStore, StoredTable
+from kvist.checkpoint.expert_bank import ExpertStore, FileBank, is_routed_expert
 from kvist.checkpoint.formats import CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.locate import locate
 from kvist.checkpoint.tables import EngramTable, TableAccess, open_tables
@@ -22,11 +25,14 @@ from kvist.checkpoint.tensors import Access, TensorFiles
 from kvist.config import ModelConfig
 from kvist.config_json import load_config
 from kvist.inventory import Storage, parameters
+from kvist.model.block import Block
+from kvist.model.engram import EngramReader
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.text.token_map import token_map
 
 DTYPES = (torch.float32, torch.bfloat16)
+EngramAccess = Literal["mmap", "memory", "read"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +89,20 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     numerics: Numerics | None = None,
     device: torch.device | str = "cpu",
-    engram: TableAccess = "mmap",
+    engram: EngramAccess = "mmap",
     access: Access = "mmap",
     classes: Tensor | None = None,
     expert_budget_bytes: int | None = None,
+    engram_cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Transformer:
     """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
 
     The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
     dtype too; `classes` replaces the token classes that the folder's tokenizer gives. With `expert_budget_bytes` routed
     experts stay in the files and are read as they are chosen, at most so many bytes of them held at a time
-    (`ExpertStore`); the results are the same bit for bit.
+    (`ExpertStore`); the results are the same bit for bit. `engram`: tables mapped (`mmap`; a file that shrinks while the
+    model runs ends the process), in `memory`, or `read` row by row through a cache of `engram_cache_bytes` with prefetch,
+    where a failing read is an error of the call (`EngramStore`).
     Raises `ConfigError`, `CheckpointMismatch`, `ModelNotFound`, or ValueError for a budget below one expert.
     """
     numerics = numerics or Numerics(dtype=dtype)
@@ -110,10 +119,35 @@ def build_model(
     }
     transformer.load_state_dict(state, strict=True, assign=True)
     if config.engram_layer_ids:
-        tables = open_tables(files, config, numerics.dtype, access=engram, device=device)
+        tables: Mapping[int, EngramReader]
+        if engram == "read":
+            tables = EngramStore(files, config, numerics.dtype, cache_bytes=engram_cache_bytes).tables
+        else:
+            tables = open_tables(files, config, numerics.dtype, access=engram, device=device)
         classes = token_classes(folder, config) if classes is None else classes
         transformer.attach_engram(classes.to(device), tables)
     return transformer.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchCounters:
+    """What a model has read while running; None for a part that is resident or mapped."""
+
+    experts: CacheCounters | None
+    engram: EngramCounters | None
+
+
+def fetch_counters(model: Transformer) -> FetchCounters:
+    """Counters of a built model's expert and Engram stores, for metrics."""
+    experts, engram = None, None
+    for block in model.layers:
+        assert isinstance(block, Block)
+        if isinstance(block.ffn.bank, FileBank):
+            experts = block.ffn.bank.store.counters()
+        reader = block.engram.reader if block.engram is not None else None
+        if isinstance(reader, StoredTable) and reader.store is not None:
+            engram = reader.store.counters()
+    return FetchCounters(experts=experts, engram=engram)
 
 
 def token_classes(folder: Path, config: ModelConfig) -> Tensor:

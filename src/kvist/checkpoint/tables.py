@@ -34,16 +34,22 @@ class EngramTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """int64 ids [...] on any device -> values [..., dim] there. Touches only these rows. ValueError: id out of range."""
-        at = ids.reshape(-1).to(self.codes.device)
-        if at.dtype != torch.int64:
-            raise ValueError(f"Engram row ids must be int64, got {at.dtype}")
-        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= len(self.codes)):
-            raise ValueError(f"Engram row ids {int(at.min())}..{int(at.max())} leave the table's 0..{len(self.codes) - 1}")
+        at = check_row_ids(ids, len(self.codes), self.codes.device)
         values = unpack_fp8(self.codes[at], self.scales[at], self.dtype)
         return values.view(*ids.shape, self.codes.shape[1]).to(ids.device)
 
     def prefetch(self, ids: Tensor) -> None:
         """Resident rows are here; mapped ones come with the kernel's page faults."""
+
+
+def check_row_ids(ids: Tensor, rows: int, device: torch.device | str = "cpu") -> Tensor:
+    """The ids [n] on `device`, if all are int64 in 0..rows-1 (an id never wraps around). Raises ValueError."""
+    at = ids.reshape(-1).to(device)
+    if at.dtype != torch.int64:
+        raise ValueError(f"Engram row ids must be int64, got {at.dtype}")
+    if at.numel() and (int(at.min()) < 0 or int(at.max()) >= rows):
+        raise ValueError(f"Engram row ids {int(at.min())}..{int(at.max())} leave the table's 0..{rows - 1}")
+    return at
 
 
 def table_parameters(config: ModelConfig) -> dict[int, Parameter]:
