@@ -151,6 +151,10 @@ class PrefixIndex:
         """Pins that are held."""
         return len(self._pins)
 
+    def key_of(self, page: int) -> bytes:
+        """The key of a kept page, under which a tier may store its copy."""
+        return self._table.key_of(page)
+
     def match(self, query: PrefixQuery) -> Match:
         """The longest known beginning of the request. Time grows with the request's pages only.
 
@@ -214,6 +218,12 @@ class PrefixIndex:
             return holder
         self._keep(chain, number, page, before, provenance, ends=True)
         return page
+
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Forget pages that the caller published and still owns, given in chain order; one on which others hang stays."""
+        for page in reversed(pages):
+            if self.pool.kept(page) and not self.pool.children(page):
+                self._remove(page)
 
     def pin(self, query: PrefixQuery) -> Pin:
         """Hold the pages in memory that match, so that they are never evicted (they count as owned)."""
