@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 # Files at the root of the package that are further arithmetic on a configuration, under the same rule as config.py.
 UNIT_OF_FILE = {"presets": "config", "config_json": "config", "inventory": "config", "page_layout": "config"}
 WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "cli", "__init__", "__main__"}
-CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich"}
+CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich", "xxhash"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
 
 

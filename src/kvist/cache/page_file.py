@@ -1,0 +1,212 @@
+"""The file that holds pages: a head with the store's geometry, then slots of one size; and the port to the file system.
+
+Owns byte positions, whole reads and writes, and the head (docs/cache-format.md). Must not know which slot holds what: that is
+the index. Every system call on pages goes through `FileSystem`, so that a test can be a disk that is full, slow or broken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from kvist.cache.record import CHECKSUM_BYTES, HEADER_BYTES, Buffer
+from kvist.cache.store_errors import NewerStore, NotAStore
+
+FILE_NAME: Final = "pages.kv"
+HEAD_MAGIC: Final = b"KVISTSTO"
+FORMAT_VERSION: Final = 1
+HEAD_BYTES: Final = 4096
+HEAD: Final = struct.Struct("<8sIIIII16s16s")
+_COPIES: Final = (0, HEAD_BYTES // 2)
+_MAX_VECTORS: Final = 960  # below IOV_MAX of every system met (1,024)
+
+
+class Geometry(NamedTuple):
+    """What one store holds: slot and page bytes, tokens a page, the model's root and the random id of this store."""
+
+    slot_bytes: int
+    page_bytes: int
+    page_tokens: int
+    model: bytes
+    store: bytes
+
+    @staticmethod
+    def new(*, page_bytes: int, page_tokens: int, model: bytes) -> Geometry:
+        """A fresh store's. Slots are whole 4 KiB blocks where that wastes at most 1/16 (no block is then shared by two
+        pages, so replacing one never reads its neighbour), else whole 512-byte sectors."""
+        record = HEADER_BYTES + page_bytes
+        blocks = -(-record // 4096) * 4096
+        slot = blocks if (blocks - record) * 16 <= blocks else -(-record // 512) * 512
+        return Geometry(slot, page_bytes, page_tokens, model, os.urandom(16))
+
+    def pack(self) -> bytes:
+        """The head of a page file: two equal copies, each with its own checksum."""
+        fields = HEAD.pack(
+            HEAD_MAGIC, FORMAT_VERSION, HEAD_BYTES, self.slot_bytes, self.page_bytes, self.page_tokens, self.model, self.store
+        )
+        copy = fields + xxhash.xxh3_128(fields).digest()
+        return (copy.ljust(HEAD_BYTES // 2, b"\0")) * 2
+
+    @staticmethod
+    def unpack(head: bytes, path: Path) -> Geometry:
+        """Read whichever copy of a head is whole. Raises `NotAStore` or `NewerStore`."""
+        for at in _COPIES:
+            fields = head[at : at + HEAD.size]
+            if len(fields) < HEAD.size or not fields.startswith(HEAD_MAGIC):
+                continue
+            if head[at + HEAD.size : at + HEAD.size + CHECKSUM_BYTES] != xxhash.xxh3_128(fields).digest():
+                continue
+            _, version, _, *values = HEAD.unpack(fields)
+            if version > FORMAT_VERSION:
+                raise NewerStore(
+                    f"{path} has format version {version}; this program reads versions up to {FORMAT_VERSION}. "
+                    "Use a newer kvist or another directory; the pages are left as they are"
+                )
+            return Geometry(*values)
+        raise NotAStore(
+            f"{path} is not a page file (no intact head in its first {HEAD_BYTES} bytes). Choose another directory, or "
+            "delete this file if it is a damaged store: its pages will be computed again"
+        )
+
+
+class FileSystem:
+    """Every system call of a page file. A test replaces methods to inject a full disk, I/O errors or slow reads."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """A file descriptor; new files are readable by their owner and group."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor back."""
+        os.close(fd)
+
+    def read(self, fd: int, count: int, offset: int) -> bytes:
+        """At most `count` bytes from `offset`; fewer at the file's end."""
+        return os.pread(fd, count, offset)
+
+    def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
+        """Write pieces one after another from `offset`; returns how many bytes were taken, which may be fewer."""
+        return os.pwritev(fd, pieces, offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's bytes are on the disk."""
+        os.fdatasync(fd)
+
+    def size(self, fd: int) -> int:
+        """Bytes of an open file."""
+        return os.fstat(fd).st_size
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut or extend a file."""
+        os.ftruncate(fd, size)
+
+    def will_need(self, fd: int, offset: int, count: int) -> None:
+        """Tell the kernel what is read next."""
+        os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
+
+
+class PageFile:
+    """An open page file. Not locked: slots are written by one writer; a reader proves what it read."""
+
+    def __init__(self, path: Path, geometry: Geometry, fd: int, files: FileSystem) -> None:
+        self.path, self.geometry, self._fd, self._files = path, geometry, fd, files
+        self._padding = bytes(geometry.slot_bytes - HEADER_BYTES - geometry.page_bytes)
+
+    @staticmethod
+    def open(folder: Path, files: FileSystem, *, read_only: bool) -> PageFile | None:
+        """Open a folder's page file; None if there is none. Raises `NotAStore`, `NewerStore`, `OSError`."""
+        path = folder / FILE_NAME
+        try:
+            fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            head = files.read(fd, HEAD_BYTES, 0)
+            geometry = Geometry.unpack(head, path)
+            opened = PageFile(path, geometry, fd, files)
+            if not read_only and head != geometry.pack():
+                opened._write_all([geometry.pack()], 0)
+        except BaseException:
+            files.close(fd)
+            raise
+        return opened
+
+    @staticmethod
+    def create(folder: Path, geometry: Geometry, files: FileSystem) -> PageFile:
+        """A new empty page file; it appears whole or not at all."""
+        path, fresh = folder / FILE_NAME, folder / f"{FILE_NAME}.new"
+        fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        created = PageFile(path, geometry, fd, files)
+        try:
+            created._write_all([geometry.pack()], 0)
+            files.sync(fd)
+            fresh.rename(path)
+        except BaseException:
+            files.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        return created
+
+    @property
+    def slots(self) -> int:
+        """Slots that the file reaches into; the last one may be cut."""
+        return max(-(-(self._files.size(self._fd) - HEAD_BYTES) // self.geometry.slot_bytes), 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._files.size(self._fd)
+
+    def read(self, slot: int) -> bytes:
+        """Header and payload of a slot, untrusted; short at the file's end. Raises `OSError`."""
+        return self._files.read(self._fd, HEADER_BYTES + self.geometry.page_bytes, self._offset(slot))
+
+    def read_header(self, slot: int) -> bytes:
+        """The first 128 bytes of a slot."""
+        return self._files.read(self._fd, HEADER_BYTES, self._offset(slot))
+
+    def will_need(self, slot: int) -> None:
+        """Start reading a slot in the background."""
+        self._files.will_need(self._fd, self._offset(slot), self.geometry.slot_bytes)
+
+    def write(self, slot: int, records: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`."""
+        batch = _MAX_VECTORS // 3
+        for at in range(0, len(records), batch):
+            pieces: list[Buffer] = []
+            for header, payload in records[at : at + batch]:
+                pieces += [header, payload, self._padding] if self._padding else [header, payload]
+            self._write_all(pieces, self._offset(slot + at))
+
+    def sync(self) -> None:
+        """Wait until written pages are on the disk."""
+        self._files.sync(self._fd)
+
+    def cut(self, slots: int) -> None:
+        """End the file after `slots` slots."""
+        self._files.truncate(self._fd, self._offset(slots))
+
+    def close(self) -> None:
+        """Close; the object is of no use afterwards."""
+        self._files.close(self._fd)
+
+    def _offset(self, slot: int) -> int:
+        return HEAD_BYTES + slot * self.geometry.slot_bytes
+
+    def _write_all(self, pieces: Sequence[Buffer], offset: int) -> None:
+        left = [memoryview(piece).cast("B") for piece in pieces]
+        while left:
+            taken = self._files.write(self._fd, left, offset)
+            if not taken:
+                raise OSError(errno.ENOSPC, "the disk takes no more bytes", str(self.path))
+            offset += taken
+            while left and taken >= left[0].nbytes:
+                taken -= left.pop(0).nbytes
+            if taken:
+                left[0] = left[0][taken:]
