@@ -20,7 +20,6 @@ import kvist.kernels.hyper_connections as hyper_connections
 import kvist.kernels.hyper_connections.ref as coefficients
 import kvist.kernels.index_select.ref as index_select
 import kvist.model.attention as attention
-import kvist.model.dspark as dspark
 import kvist.model.memory as memory
 import kvist.model.moe as moe
 import kvist.model.numerics as numerics

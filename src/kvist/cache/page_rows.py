@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvist.kernels.native.pages import PageSource
 from kvist.page_layout import PageLayout, Plane
 from kvist.quant import pack_main_fp4, pack_mxfp4, unpack_main_fp4, unpack_mxfp4
 
 NO_PAGE = -1
+PLANE_KINDS = ("main codes", "main scales", "key codes", "key scales")
 
 
 class SourcePlanes(NamedTuple):
@@ -44,12 +46,27 @@ class PageRows:
     def _planes(self, layer: int) -> SourcePlanes:
         planes = {plane.kind: plane for plane in self.layout.planes if plane.layer == layer}
         main = planes["main codes"]
-        views = (self._view(planes[kind]) for kind in ("main codes", "main scales", "key codes", "key scales"))
+        views = (self._view(planes[kind]) for kind in PLANE_KINDS)
         return SourcePlanes(main.ratio, main.rows, *views)
 
     def _view(self, plane: Plane) -> Tensor:
         inside = self.bytes_PB[:, plane.offset : plane.offset + plane.nbytes]
         return inside.unflatten(1, (plane.rows, plane.row_bytes))
+
+    def native_source(self, layer: int) -> PageSource:
+        """A source's planes for native code; the pool and the table never move."""
+        planes = {plane.kind: plane for plane in self.layout.planes if plane.layer == layer}
+        ordered = [planes[kind] for kind in PLANE_KINDS]
+        main, key = planes["main codes"], planes["key codes"]
+        return PageSource.of(
+            self.bytes_PB,
+            self.table,
+            ratio=main.ratio,
+            rows=main.rows,
+            main_width=2 * main.row_bytes,
+            key_width=2 * key.row_bytes,
+            offsets=tuple(plane.offset for plane in ordered),
+        )
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Make `pages` the slot's page table. Raises ValueError for a page that the pool does not have, or too many."""

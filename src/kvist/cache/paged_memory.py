@@ -20,7 +20,12 @@ from kvist.cache.rings import TailRings, WindowRings
 from kvist.config import ModelConfig
 from kvist.kernels.group_pool import Groups
 from kvist.kernels.index_select import Selection, select
+from kvist.kernels.index_select.pages import select_pages
+from kvist.kernels.native import native_or_none
+from kvist.kernels.native.pages import WindowRing
+from kvist.kernels.quantise.pages import write_pages
 from kvist.kernels.sparse_attention import sparse_attention
+from kvist.kernels.sparse_attention.pages import attend_pages, keep_window
 from kvist.page_layout import PageLayout
 
 
@@ -71,12 +76,19 @@ class PagedMemory:
         self.slots, self.verify_rows, self.device = slots, verify_rows, torch.device(device)
         self.rows = PageRows(self.layout, pages, slots, config.max_seq_len, self.device)
         layers = len(self.plan.layers) + len(self.plan.drafts)
-        self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, numerics.dtype, self.device)
+        self.native = numerics.query_impl == "cpu" and self.device.type == "cpu" and native_or_none() is not None
+        kept_as = torch.float32 if self.native else numerics.dtype
+        self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, kept_as, self.device)
         self.tails = {
             spec.index: TailRings(slots, spec.ratio, verify_rows, config.head_dim, self.device)
             for spec in self.plan.kv_sources
             if spec.ratio > 1
         }
+        sources = [spec.index for spec in self.plan.kv_sources] if self.native else []
+        self._sources = {layer: self.rows.native_source(layer) for layer in sources}
+        self._rings = [
+            WindowRing.of(*self.rings.of_layer(layer), self.plan.window) for layer in range(layers if self.native else 0)
+        ]
         self.opened: set[int] = set()
         self._placement: Placement | None = None
 
@@ -125,16 +137,16 @@ class PagedMemory:
 
     def window(self, layer: int, slot: int, position: int) -> Tensor:
         """The window entries [T,C] before `position`, oldest first: at most `window`, fewer after a prefix hit."""
-        return self.rings.read(layer, slot, self.rings.first(layer, slot, position), position)
+        first = self.rings.first(layer, slot, position)
+        return self.rings.read(layer, slot, first, position).to(self.numerics.dtype)
 
     def group(self, source: int, rows: BatchRows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
         """Join new tokens with each request's unfinished group; replayed rows only refresh the unfinished tokens."""
         tail = self.tails.get(source)
         plan = self._place(rows).grouping(ratio, 0 if tail is None else tail.size)
         if tail is None or gate_NC is None:
-            return Groups(
-                kv_NC[plan.batch_GR], None if gate_NC is None else gate_NC[plan.batch_GR], plan.positions_G, plan.counts
-            )
+            assert gate_NC is None, f"source {source} has gates but a ratio of 1"
+            return Groups(kv_NC[plan.batch_GR], None, plan.positions_G, plan.counts)
         joined = []
         for new_NC, ring in ((kv_NC, tail.kv.flatten(0, 1)), (gate_NC, tail.gate.flatten(0, 1))):
             group_GRC = new_NC[plan.batch_GR]
@@ -150,13 +162,23 @@ class PagedMemory:
             return
         tail = self.tails.get(source)
         plan = place.grouping(self.plan.layers[source].ratio, 0 if tail is None else tail.size)
-        self.rows.write(source, plan.slots_G, plan.positions_G, main_GC, key_GI)
+        if self.native:
+            write_pages(self._sources[source], plan.slots_G, plan.positions_G, main_GC, key_GI)
+        else:
+            self.rows.write(source, plan.slots_G, plan.positions_G, main_GC, key_GI)
 
     def select(
         self, source: int, rows: BatchRows, q_NJI: Tensor, weight_NJ: Tensor, pool_NB: Tensor | None, publish: bool
     ) -> Selection:
         """Score a source's keys and choose each query's rows, inside its candidate pool if one is given."""
         ratio, config = self.plan.layers[source].ratio, self.config
+        sizes = {
+            "k": config.index_topk,
+            "block_size": config.candidate_block_size,
+            "publish_blocks": config.candidate_topk_blocks if publish else 0,
+        }
+        if self.native and q_NJI.dtype is torch.float32:
+            return select_pages(self._sources[source], self._place(rows).table_S5, q_NJI, weight_NJ, pool_NB=pool_NB, **sizes)
         parts = []
         for span in self._place(rows).spans:
             at = span.rows
@@ -166,11 +188,9 @@ class PagedMemory:
                     weight_NJ[at],
                     self.rows.keys(source, span.slot, span.stop // ratio, q_NJI.dtype),
                     (rows.positions_N[at] + 1) // ratio,
-                    k=config.index_topk,
-                    block_size=config.candidate_block_size,
                     pool_NB=None if pool_NB is None else pool_NB[at],
-                    publish_blocks=config.candidate_topk_blocks if publish else 0,
                     impl=self.numerics.query_impl,
+                    **sizes,
                 )
             )
         blocks = [part.candidates_NB for part in parts if part.candidates_NB is not None]
@@ -187,6 +207,9 @@ class PagedMemory:
         sink_H: Tensor,
     ) -> Tensor:
         """Attend window and selected rows; `window_NC` are the new tokens' entries, kept afterwards for later queries."""
+        if self.native:
+            table_S5, packed = self._place(rows).table_S5, None if source is None else self._sources[source]
+            return attend_pages(packed, self._rings[layer], table_S5, q_NHC, window_NC, topk_NK, sink_H)
         outs = []
         for span in self._place(rows).spans:
             at = span.rows
@@ -209,6 +232,9 @@ class PagedMemory:
 
     def attend_block(self, layer: int, rows: BatchRows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
         """Every query sees its request's last `window` entries and the whole block, in both directions; nothing is kept."""
+        if self.native:
+            table_S5 = self._place(rows).table_S5
+            return attend_pages(None, self._rings[layer], table_S5, q_NHC, window_NC, None, sink_H, block=True)
         outs = []
         for span in self._place(rows).spans:
             at = span.rows
@@ -222,6 +248,9 @@ class PagedMemory:
 
     def write_window(self, layer: int, rows: BatchRows, window_NC: Tensor) -> None:
         """Keep window entries without attending (the draft blocks' view of accepted tokens)."""
+        if self.native:
+            keep_window(self._rings[layer], self._place(rows).table_S5, window_NC)
+            return
         for span in self._place(rows).spans:
             self.rings.write(layer, span.slot, span.position, window_NC[span.rows])
 

@@ -32,6 +32,10 @@ class WindowRings:
         """Bytes of all rings."""
         return self.values.nbytes + self.state.nbytes
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's values and state."""
+        return self.values[layer], self.state[layer]
+
     def clear(self, slot: int) -> None:
         """Forget a slot's entries in all layers."""
         self.state[:, slot] = EMPTY

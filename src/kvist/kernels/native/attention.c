@@ -110,34 +110,40 @@ static int64_t list_keys(const attend_job *job, int64_t row, const float **keys)
     return n;
 }
 
+void attend_keys(const float *q, const float *const *keys, int64_t n, int64_t heads, int64_t width, const float *sink,
+                 int round_weights, float *out, float *scratch)
+{
+    if (n == 0) {
+        memset(out, 0, (size_t)(heads * width) * 4);
+        return;
+    }
+    float scale = 1.0f / sqrtf((float)width), *scores = scratch, *q_t = scratch + n * 8, inverse[8];
+    for (int64_t first = 0; first < heads; first += 8) {
+        int64_t some = heads - first < 8 ? heads - first : 8;
+        const float *q_some = q + first * width;
+        v8 bias = {0};
+        for (int64_t h = 0; h < some; h++) bias[h] = sink[first + h];
+        for (int64_t i = 0; i < width; i++)
+            for (int64_t h = 0; h < 8; h++) q_t[i * 8 + h] = h < some ? q_some[h * width + i] : 0.0f;
+        score_keys(q_t, keys, n, width, scale, scores, 8);
+        store8(inverse, softmax_keys(scores, n, 8, bias, round_weights));
+        mix_keys(scores, 8, keys, n, inverse, out + first * width, some, width);
+    }
+}
+
 static void attend_range(void *context, int64_t first, int64_t stop)
 {
     const attend_job *job = context;
-    int64_t c = job->width, groups = (job->heads + 7) / 8;
+    int64_t size = job->heads * job->width;
     const float **keys = malloc((size_t)(job->most_keys + 1) * sizeof *keys);
-    float *scores = malloc((size_t)((job->most_keys + 1 + c) * 8) * 4), *q_t = scores + (job->most_keys + 1) * 8;
-    float scale = 1.0f / sqrtf((float)c);
+    float *scratch = malloc((size_t)((job->most_keys + 1 + job->width) * 8) * 4);
     for (int64_t row = first; row < stop; row++) {
         int64_t n = list_keys(job, row, keys);
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t heads = job->heads - 8 * g < 8 ? job->heads - 8 * g : 8;
-            const float *q = job->q + (row * job->heads + 8 * g) * c;
-            float *out = job->out + (row * job->heads + 8 * g) * c, inverse[8];
-            if (n == 0) {
-                memset(out, 0, (size_t)(heads * c) * 4);
-                continue;
-            }
-            v8 sink = {0};
-            for (int64_t h = 0; h < heads; h++) sink[h] = job->sink[8 * g + h];
-            for (int64_t i = 0; i < c; i++)
-                for (int64_t h = 0; h < 8; h++) q_t[i * 8 + h] = h < heads ? q[h * c + i] : 0.0f;
-            score_keys(q_t, keys, n, c, scale, scores, 8);
-            store8(inverse, softmax_keys(scores, n, 8, sink, job->round_weights));
-            mix_keys(scores, 8, keys, n, inverse, out, heads, c);
-        }
+        attend_keys(job->q + row * size, keys, n, job->heads, job->width, job->sink, job->round_weights, job->out + row * size,
+                    scratch);
     }
     free(keys);
-    free(scores);
+    free(scratch);
 }
 
 void kvist_attend(const float *q, const float *window, const int64_t *span, const float *rows, const int64_t *topk,

@@ -39,8 +39,13 @@ _SIGNATURES = {
     "kvist_experts": "ppppppp" + "nnnnnfiii",
     "kvist_attend": "ppppppp" + "nnnnnii",
     "kvist_select": "ppppppp" + "nnnnnnnni",
+    "kvist_pages_write": "pppppni",
+    "kvist_pages_attend": "pppnpppnppniii",
+    "kvist_pages_select": "ppnppppp" + "nnnnni",
+    "kvist_rings_write": "ppnp",
 }
 _RESULTS = {"kvist_pack": ctypes.c_int, "kvist_read_rows": ctypes.c_int64}
+_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_pages_attend": ctypes.c_int64}
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)
 
 

@@ -81,6 +81,52 @@ void quantise_row(const float *x, float *y, int64_t n, int format)
         for (int64_t i = 0; i < n; i += 16) main_group(x + i, y + i);
 }
 
+/* Twice a magnitude of the E2M1 grid (0, 1, 2, 3, 4, 6, 8, 12) -> its code. */
+static const uint8_t CODE_OF_TWICE[16] = {0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7};
+
+INLINE uint8_t e2m1_code(float value)
+{
+    float rounded = round_e2m1(value);
+    return CODE_OF_TWICE[(int)(2.0f * fabsf(rounded))] | (uint8_t)(signbit(rounded) ? 8 : 0);
+}
+
+INLINE uint8_t e4m3_byte(float scale) /* an exact E4M3 value above 0 */
+{
+    if (scale < 0x1p-6f) return (uint8_t)(scale * 0x1p9f);
+    return (uint8_t)((bits_of(scale) >> 20) - ((127 - 7) << 3));
+}
+
+void pack_main_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n)
+{
+    for (int64_t g = 0; g < n / 16; g++, x += 16, codes += 8) {
+        uint32_t amax_bits = largest_bits(x, 16);
+        if (amax_bits >= EXPONENT) {
+            memset(codes, 0, 8), scales[g] = 0x7f;
+            continue;
+        }
+        float amax = float_of(amax_bits), floor_value = 6 * 0x1p-9f;
+        float scale = (amax > floor_value ? amax : floor_value) / 6.0f;
+        scale = round_e4m3(scale < 448.0f ? scale : 448.0f);
+        scales[g] = e4m3_byte(scale);
+        for (int i = 0; i < 8; i++) codes[i] = (uint8_t)(e2m1_code(x[2 * i] / scale) | e2m1_code(x[2 * i + 1] / scale) << 4);
+    }
+}
+
+void pack_key_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n)
+{
+    for (int64_t g = 0; g < n / 32; g++, x += 32, codes += 16) {
+        uint32_t amax = largest_bits(x, 32);
+        if (amax >= EXPONENT) {
+            memset(codes, 0, 16), scales[g] = 0xff;
+            continue;
+        }
+        float scale = power_scale(amax, 6 * 0x1p-126f, 1.0f / 6.0f), inverse = 1.0f / scale;
+        scales[g] = (uint8_t)(bits_of(scale) >> 23);
+        for (int i = 0; i < 16; i++)
+            codes[i] = (uint8_t)(e2m1_code(x[2 * i] * inverse) | e2m1_code(x[2 * i + 1] * inverse) << 4);
+    }
+}
+
 typedef struct { const float *x; float *y; int64_t n; int format; } quantise_job;
 
 static void quantise_range(void *context, int64_t first, int64_t stop)

@@ -3,7 +3,7 @@
  * Scores are float32 sums over channels, then over heads in order. Few queries read keys as they lie; many queries share
  * a transposed copy in which lanes are keys. Knows nothing of where keys come from.
  */
-#include "kvist.h"
+#include "select.h"
 
 typedef struct {
     const float *q, *weight, *keys, *keys_t;
@@ -12,7 +12,7 @@ typedef struct {
     int64_t heads, width, rows, k, block_size, pool_blocks, published;
 } select_job;
 
-enum { LANES = 16, PAIR_TILE = 16 };
+enum { PAIR_TILE = 16 };
 
 /* keys [rows][width] -> [ceil(rows / 16)][width][16], missing rows zero. */
 static void transpose_keys(const float *keys, int64_t rows, int64_t width, float *keys_t)
@@ -40,39 +40,33 @@ INLINE void pair_tile(const int P, const float *q, const float *block, int64_t w
     for (int p = 0; p < P; p++) dots[p] = acc[p];
 }
 
-/* Scores of `queries` consecutive queries for rows [0, rows) into scores[query][ld]. `dots` holds queries * heads vectors. */
-static void score_tile(const select_job *job, int64_t first, int64_t queries, int64_t rows, float *scores, int64_t ld, v16 *dots)
+void score_block(index_shape shape, const float *q, const float *weight, int64_t queries, const float *block, float *scores,
+                 int64_t ld, v16 *dots)
 {
-    int64_t pairs = queries * job->heads, width = job->width;
-    const float *q = job->q + first * job->heads * width, *weight = job->weight + first * job->heads;
-    for (int64_t b = 0; b < (rows + LANES - 1) / LANES; b++) {
-        const float *block = job->keys_t + b * width * LANES;
-        int64_t p = 0;
-        for (; p + PAIR_TILE <= pairs; p += PAIR_TILE) pair_tile(PAIR_TILE, q + p * width, block, width, dots + p);
-        for (; p + 4 <= pairs; p += 4) pair_tile(4, q + p * width, block, width, dots + p);
-        for (; p < pairs; p++) pair_tile(1, q + p * width, block, width, dots + p);
-        for (int64_t n = 0; n < queries; n++) {
-            v16 total = {0};
-            for (int64_t j = 0; j < job->heads; j++) {
-                v16 dot = dots[n * job->heads + j];
-                total += (v16)((dot > fill16(0)) & (i16v)dot) * weight[n * job->heads + j];
-            }
-            store16(scores + n * ld + b * LANES, total);
+    int64_t pairs = queries * shape.heads, width = shape.width, p = 0;
+    for (; p + PAIR_TILE <= pairs; p += PAIR_TILE) pair_tile(PAIR_TILE, q + p * width, block, width, dots + p);
+    for (; p + 4 <= pairs; p += 4) pair_tile(4, q + p * width, block, width, dots + p);
+    for (; p < pairs; p++) pair_tile(1, q + p * width, block, width, dots + p);
+    for (int64_t n = 0; n < queries; n++) {
+        v16 total = {0};
+        for (int64_t j = 0; j < shape.heads; j++) {
+            v16 dot = dots[n * shape.heads + j];
+            total += (v16)((dot > fill16(0)) & (i16v)dot) * weight[n * shape.heads + j];
         }
+        store16(scores + n * ld, total);
     }
 }
 
-INLINE float score_row(const select_job *job, int64_t query, int64_t row)
+float score_row(index_shape shape, const float *q, const float *weight, const float *key)
 {
-    const float *key = job->keys + row * job->width, *q = job->q + query * job->heads * job->width;
     float total = 0;
-    for (int64_t j = 0; j < job->heads; j++, q += job->width) {
+    for (int64_t j = 0; j < shape.heads; j++, q += shape.width) {
         v16 acc = {0};
         int64_t i = 0;
-        for (; i + 16 <= job->width; i += 16) acc += load16(q + i) * load16(key + i);
+        for (; i + 16 <= shape.width; i += 16) acc += load16(q + i) * load16(key + i);
         float dot = sum16(acc);
-        for (; i < job->width; i++) dot += q[i] * key[i];
-        total += (dot > 0 ? dot : 0.0f) * job->weight[query * job->heads + j];
+        for (; i < shape.width; i++) dot += q[i] * key[i];
+        total += (dot > 0 ? dot : 0.0f) * weight[j];
     }
     return total;
 }
@@ -99,10 +93,7 @@ static float kth_largest(float *v, int64_t n, int64_t k)
     return v[want];
 }
 
-typedef struct { float *score, *work; int64_t *id; int64_t count, k, room; float bar; } keeper;
-
-/* Keep the k best of what is held, ids ascending; of equal scores the earlier ids stay. */
-static void keeper_trim(keeper *kept)
+void keeper_trim(keeper *kept)
 {
     if (kept->count <= kept->k) return;
     memcpy(kept->work, kept->score, (size_t)kept->count * 4);
@@ -119,38 +110,31 @@ static void keeper_trim(keeper *kept)
     kept->bar = cut;
 }
 
-/* Offers come in ascending id, so a later equal of the k-th best loses. NaN counts as the lowest score. */
-INLINE void keeper_offer(keeper *kept, float score, int64_t id)
-{
-    if (kept->count >= kept->k && !(score > kept->bar)) return;
-    kept->score[kept->count] = score == score ? score : -INFINITY;
-    kept->id[kept->count++] = id;
-    if (kept->count == kept->room) keeper_trim(kept);
-}
-
-static void keeper_finish(keeper *kept, int64_t *out)
+void keeper_finish(keeper *kept, int64_t *out)
 {
     keeper_trim(kept);
     for (int64_t i = 0; i < kept->k; i++) out[i] = i < kept->count ? kept->id[i] : -1;
 }
 
-INLINE void keeper_reset(keeper *kept, int64_t k)
+void publish_blocks(int64_t block_size, int64_t published, const float *scores, int64_t visible, keeper *kept, int64_t *out)
 {
-    kept->count = 0, kept->k = k, kept->room = 2 * k + 16, kept->bar = -INFINITY;
-}
-
-static void publish_blocks(const select_job *job, const float *scores, int64_t visible, keeper *kept, int64_t *out)
-{
-    keeper_reset(kept, job->published);
-    int64_t newest = (visible - 1) / job->block_size;
+    keeper_reset(kept, published);
+    int64_t newest = (visible - 1) / block_size;
     for (int64_t b = 0; visible > 0 && b <= newest; b++) {
         float best = -INFINITY;
-        int64_t stop = (b + 1) * job->block_size < visible ? (b + 1) * job->block_size : visible;
-        for (int64_t m = b * job->block_size; m < stop; m++) best = scores[m] > best ? scores[m] : best;
+        int64_t stop = (b + 1) * block_size < visible ? (b + 1) * block_size : visible;
+        for (int64_t m = b * block_size; m < stop; m++) best = scores[m] > best ? scores[m] : best;
         if (b == newest) best = INFINITY;
         if (best > -INFINITY) keeper_offer(kept, best, b);
     }
     keeper_finish(kept, out);
+}
+
+INLINE float score_of(const select_job *job, int64_t query, int64_t row)
+{
+    index_shape shape = {job->heads, job->width};
+    int64_t pair = query * job->heads;
+    return score_row(shape, job->q + pair * job->width, job->weight + pair, job->keys + row * job->width);
 }
 
 static void choose(const select_job *job, int64_t query, const float *scores, keeper *kept)
@@ -163,12 +147,12 @@ static void choose(const select_job *job, int64_t query, const float *scores, ke
             int64_t stop = (block + 1) * job->block_size < visible ? (block + 1) * job->block_size : visible;
             if (block < 0) continue;
             for (int64_t m = block * job->block_size; m < stop; m++)
-                keeper_offer(kept, scores ? scores[m] : score_row(job, query, m), m);
+                keeper_offer(kept, scores ? scores[m] : score_of(job, query, m), m);
         }
     else
-        for (int64_t m = 0; m < visible; m++) keeper_offer(kept, scores[m], m);
+        keeper_offer_range(kept, scores, 0, visible);
     keeper_finish(kept, job->topk + query * job->k);
-    if (job->published) publish_blocks(job, scores, visible, kept, job->blocks + query * job->published);
+    if (job->published) publish_blocks(job->block_size, job->published, scores, visible, kept, job->blocks + query * job->published);
 }
 
 enum { QUERY_TILE = 4 };
@@ -177,7 +161,8 @@ static void select_range(void *context, int64_t first, int64_t stop)
 {
     const select_job *job = context;
     int64_t ld = (job->rows + LANES - 1) / LANES * LANES, most = job->k > job->published ? job->k : job->published;
-    int64_t room = 2 * most + 16;
+    int64_t room = keeper_room(most);
+    index_shape shape = {job->heads, job->width};
     float *scores = malloc((size_t)(QUERY_TILE * ld + 2 * room) * 4);
     int64_t *ids = malloc((size_t)room * 8);
     v16 *dots = aligned_alloc(64, (size_t)(QUERY_TILE * job->heads) * 64);
@@ -187,10 +172,12 @@ static void select_range(void *context, int64_t first, int64_t stop)
         int64_t queries = stop - at < QUERY_TILE ? stop - at : QUERY_TILE, rows = 0;
         for (int64_t n = at; n < at + queries; n++) rows = job->visible[n] > rows ? job->visible[n] : rows;
         rows = rows < job->rows ? rows : job->rows;
-        if (job->keys_t && !only_pool) score_tile(job, at, queries, rows, scores, ld, dots);
+        for (int64_t b = 0; job->keys_t && !only_pool && b < (rows + LANES - 1) / LANES; b++)
+            score_block(shape, job->q + at * job->heads * job->width, job->weight + at * job->heads, queries,
+                        job->keys_t + b * job->width * LANES, scores + b * LANES, ld, dots);
         for (int64_t n = 0; n < queries; n++) {
             if (!job->keys_t && !only_pool)
-                for (int64_t m = 0; m < job->visible[at + n] && m < rows; m++) scores[m + n * ld] = score_row(job, at + n, m);
+                for (int64_t m = 0; m < job->visible[at + n] && m < rows; m++) scores[m + n * ld] = score_of(job, at + n, m);
             choose(job, at + n, only_pool ? NULL : scores + n * ld, &kept);
         }
     }

@@ -1,0 +1,93 @@
+/* Rows in pages: packing and unpacking. A packed row read back gives the bits of the fake-quantised values.
+ *
+ * An E2M1 value times its scale is exact in float32, so only the table and the product matter, not their order.
+ */
+#include "pages.h"
+
+static const float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+static float e4m3_value(uint8_t byte)
+{
+    int exponent = (byte >> 3) & 15, mantissa = byte & 7;
+    if ((byte & 0x7f) == 0x7f) return NAN;
+    float value = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    return byte & 0x80 ? -value : value;
+}
+
+static float e8m0_value(uint8_t byte)
+{
+    if (byte == 255) return NAN;
+    return float_of(byte ? (uint32_t)byte << 23 : 1u << 22);
+}
+
+/* 16 values of 8 bytes of codes. */
+INLINE void unpack16(const uint8_t *codes, float scale, float *out)
+{
+#if defined(__GNUC__) && !defined(__clang__)
+    i16v index;
+    for (int i = 0; i < 8; i++) index[2 * i] = codes[i] & 15, index[2 * i + 1] = codes[i] >> 4;
+    store16(out, __builtin_shuffle(load16(E2M1), index) * scale);
+#else
+    for (int i = 0; i < 8; i++) out[2 * i] = E2M1[codes[i] & 15] * scale, out[2 * i + 1] = E2M1[codes[i] >> 4] * scale;
+#endif
+}
+
+void read_main_row(const page_source *source, int64_t slot, int64_t row, float *out)
+{
+    const uint8_t *page = page_of(source, slot, row);
+    int64_t at = row % source->rows, width = source->main_width;
+    const uint8_t *codes = page + source->main_codes + at * (width / 2);
+    const uint8_t *scales = page + source->main_scales + at * (width / 16);
+    for (int64_t g = 0; g < width / 16; g++) unpack16(codes + 8 * g, e4m3_value(scales[g]), out + 16 * g);
+}
+
+void read_key_row(const page_source *source, int64_t slot, int64_t row, float *out)
+{
+    const uint8_t *page = page_of(source, slot, row);
+    int64_t at = row % source->rows, width = source->key_width;
+    const uint8_t *codes = page + source->key_codes + at * (width / 2);
+    const uint8_t *scales = page + source->key_scales + at * (width / 32);
+    for (int64_t g = 0; g < width / 16; g++) unpack16(codes + 8 * g, e8m0_value(scales[g / 2]), out + 16 * g);
+}
+
+query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles)
+{
+    int64_t n = 0;
+    for (int64_t s = 0; s < count; s++) n += (segments[s].length + most - 1) / most;
+    query_tile *list = malloc((size_t)(n + 1) * sizeof *list);
+    *tiles = n, n = 0;
+    for (int64_t s = 0; s < count; s++)
+        for (int64_t at = 0; at < segments[s].length; at += most) {
+            int64_t left = segments[s].length - at;
+            list[n++] = (query_tile){s, at, left < most ? left : most};
+        }
+    return list;
+}
+
+typedef struct {
+    const page_source *source;
+    const float *main, *key;
+    const int64_t *slots, *positions;
+} write_job;
+
+static void write_range(void *context, int64_t first, int64_t stop)
+{
+    const write_job *job = context;
+    const page_source *s = job->source;
+    for (int64_t g = first; g < stop; g++) {
+        int64_t row = job->positions[g] / s->ratio, at = row % s->rows;
+        uint8_t *page = page_of(s, job->slots[g], row);
+        pack_main_row(job->main + g * s->main_width, page + s->main_codes + at * (s->main_width / 2),
+                      page + s->main_scales + at * (s->main_width / 16), s->main_width);
+        pack_key_row(job->key + g * s->key_width, page + s->key_codes + at * (s->key_width / 2),
+                     page + s->key_scales + at * (s->key_width / 32), s->key_width);
+    }
+}
+
+/* Pack main rows and keys of groups that start at `positions` of `slots`. */
+void kvist_pages_write(const page_source *source, const float *main, const float *key, const int64_t *slots,
+                       const int64_t *positions, int64_t count, int threads)
+{
+    write_job job = {source, main, key, slots, positions};
+    parallel_ranges(write_range, &job, count, count < 32 ? 1 : threads);
+}
