@@ -233,10 +233,10 @@ class PagedMemory:
     def attend_block(self, layer: int, rows: BatchRows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
         """Every query sees its request's last `window` entries and the whole block, in both directions; nothing is kept."""
         if self.native:
-            table_S5 = self._place(rows).table_S5
+            table_S5 = self._place(rows, pages=False).table_S5
             return attend_pages(None, self._rings[layer], table_S5, q_NHC, window_NC, None, sink_H, block=True)
         outs = []
-        for span in self._place(rows).spans:
+        for span in self._place(rows, pages=False).spans:
             at = span.rows
             old_TC = self.window(layer, span.slot, span.position)
             keys_TC = torch.cat([old_TC, window_NC[at]])
@@ -266,13 +266,15 @@ class PagedMemory:
             return torch.zeros(0, self.config.head_dim, dtype=dtype, device=self.device), local_nK
         return self.rows.main(source, span.slot, unique_M, dtype), local_nK
 
-    def _place(self, rows: BatchRows) -> Placement:
+    def _place(self, rows: BatchRows, *, pages: bool = True) -> Placement:
+        """The pass's index tensors. `pages` False: the rows own no global rows (drafts), so no page need hold them."""
         place = self._placement
         if place is None or place.key is not rows.segments:
             place = Placement(rows, self.device)
             for span in place.spans:
                 self._check_open(span.slot)
-                self.rows.require(span.slot, span.stop)
+                if pages:
+                    self.rows.require(span.slot, span.stop)
             self._placement = place
         return place
 

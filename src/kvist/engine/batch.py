@@ -63,9 +63,7 @@ class BatchBuilder:
             text.append(near_text[lead:])
             contexts.append((near_ids, near_text, lead))
             count = piece.stop - piece.start
-            segments.append(
-                Segment(slot=job.slot, start=at, length=count, position=piece.start, publish_from=piece.publish_from)
-            )
+            segments.append(Segment(slot=job.slot, start=at, length=count, position=piece.start, publish_from=piece.publish_from))
             at += count
         positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         features_FD, feature_rows_F = self._features(pieces)

@@ -145,14 +145,14 @@ class Pages:
     def leave(self, job: Job) -> None:
         """The job is about to give its pages up: offer the page that is not full too, for the tokens that it has."""
         assert job.chain is not None
+        job.offered = []
         if not job.pages or job.computed != job.chain.tokens or not job.computed % self.page_tokens:
             return
         page = job.pages[job.computed // self.page_tokens]
-        if self.index.publish_partial(job.chain, page, self._provenance(job)) == page:
-            job.offered.append(page)
+        self.index.publish_partial(job.chain, page, self._provenance(job))
 
     def withdraw(self, job: Job) -> None:
-        """Forget what the job has published: its numbers went wrong."""
+        """Forget what the job has published since it was admitted: its numbers went wrong."""
         self.index.withdraw(job.offered)
         job.offered = []
 

@@ -16,7 +16,12 @@ import numpy.typing as npt
 
 from kvist.cache.identity import CONTENT_BYTES, Chain
 from kvist.engine.replay import Replay, ReplaySpan
+from kvist.engine.sampling.grammar_text import Grammar
 from kvist.engine.sampling.params import SamplingParams
+
+MAX_STOPS = 256
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_IDS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +47,19 @@ class ImageInput:
 class Request:
     """One wish. Token ids in, token ids out.
 
-    `sampling` also holds stop tokens, stop strings (the engine then needs a tokenizer) and a grammar. The end token always
-    ends a reply, unless `ignore_end`. `priority`: higher goes first and may preempt lower. `tenant` shares the machine
-    fairly; `salt` keeps its cache apart. `deadline_s`: seconds from arrival. `replay` None: the engine's. `speculate` False:
-    never draft. `prompt_logprobs`: score the prompt, all layers on all positions. `client`: anything, given back.
+    `stop_ids` end a reply as the end token does (unless `ignore_end`); `stops` are texts that end it (the engine then needs a
+    tokenizer; None: none). `grammar`: a `Grammar` that the reply must follow. `priority`: higher goes first and may preempt
+    lower. `tenant` shares the machine fairly; `salt` keeps its cache apart. `deadline_s`: seconds from arrival. `replay` None:
+    the engine's. `speculate` False: never draft. `prompt_logprobs`: score the prompt, all layers on all positions. `client`:
+    anything, given back. Raises ValueError for values outside their limits.
     """
 
     prompt: Sequence[int] | npt.NDArray[np.int64]
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] | None = None
+    grammar: Grammar | None = None
     ignore_end: bool = False
     images: tuple[ImageInput, ...] = ()
     replay: Replay | None = None
@@ -67,6 +76,23 @@ class Request:
             raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens!r}")
         if self.deadline_s is not None and not (math.isfinite(self.deadline_s) and self.deadline_s > 0):
             raise ValueError(f"deadline_s must be a positive number of seconds, got {self.deadline_s}")
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_ids has {len(self.stop_ids)} entries, at most {MAX_STOP_IDS} are allowed; leave some out")
+        if self.stops is not None:
+            _check_stops(self.stops)
+
+
+def _check_stops(stops: Sequence[object]) -> None:
+    if isinstance(stops, str):
+        raise ValueError(f"stops must be a sequence of strings, got the string {stops!r}; put it into a tuple")
+    if not 1 <= len(stops) <= MAX_STOPS:
+        raise ValueError(
+            f"stops has {len(stops)} entries, 1..{MAX_STOPS} are allowed; leave it out (None) for none, or send fewer"
+        )
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            shown = f"{len(stop)} characters" if isinstance(stop, str) else repr(stop)
+            raise ValueError(f"a stop string must have 1..{MAX_STOP_CHARACTERS} characters, got {shown}; shorten it or leave it out")
 
 
 class State(Enum):

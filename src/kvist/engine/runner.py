@@ -74,9 +74,7 @@ class Runner:
             finite = [bool(finite_N[segment.rows].all()) for segment in rows.segments]
             return self._logits(pieces, flow, starts, finite)
 
-    def _upper(
-        self, pieces: Sequence[Piece], rows: Rows, flow: Flow, deep: Sequence[int]
-    ) -> tuple[Rows, Flow, list[int]]:
+    def _upper(self, pieces: Sequence[Piece], rows: Rows, flow: Flow, deep: Sequence[int]) -> tuple[Rows, Flow, list[int]]:
         """The decoder half on the last `deep` rows of each piece; where each piece's rows start in its result."""
         picked, segments, starts, at = [], [], [], 0
         for segment, count in zip(rows.segments, deep, strict=True):
@@ -86,9 +84,7 @@ class Runner:
             first = segment.start + segment.length - count
             picked.append(torch.arange(first, first + count))
             position = segment.position + segment.length - count
-            segments.append(
-                Segment(slot=segment.slot, start=at, length=count, position=position, publish_from=position)
-            )
+            segments.append(Segment(slot=segment.slot, start=at, length=count, position=position, publish_from=position))
             at += count
         if not picked:
             empty = rows.token_ids_N[:0]

@@ -62,6 +62,10 @@ class PageBook(Protocol):
         """End a job's hold on pages."""
         ...
 
+    def leave(self, job: Job) -> None:
+        """The job is about to give its pages up: what it has computed may be offered to others."""
+        ...
+
 
 class Opened(NamedTuple):
     """A slot begins: its pages, how many leading tokens are present, a page to copy first (source, target) or None."""
@@ -194,7 +198,9 @@ class Scheduler:
         self.decoder_cost = (len(plan.layers) - plan.decoder_start) / encoder
         least = 1 + self.decoder_cost
         if min(step_cost, mixed_cost) < least:
-            raise ValueError(f"step_cost {step_cost} and mixed_cost {mixed_cost} must allow one full row, which costs {least:.2f}")
+            raise ValueError(
+                f"step_cost {step_cost} and mixed_cost {mixed_cost} must allow one full row, which costs {least:.2f}"
+            )
         self.queue = Queue()
         self.running: dict[int, Job] = {}
         self.slots = list(range(max_running))[::-1]
@@ -221,19 +227,19 @@ class Scheduler:
         if job.deadline is not None:
             heapq.heappush(self.deadlines, (job.deadline, job.id, job))
 
-    def finish(self, job: Job) -> None:
-        """End a job in any state and free what it holds; ending twice changes nothing."""
+    def finish(self, job: Job, *, keep: bool = True) -> None:
+        """End a job in any state and free what it holds; ending twice changes nothing. `keep` False offers nothing to others."""
         if job.state is State.FINISHED:
             return
         if job.state is State.WAITING:
             self.queue.count -= 1
         else:
-            self._vacate(job)
+            self._vacate(job, keep=keep)
         job.move(State.FINISHED)
 
     def preempt(self, job: Job) -> None:
         """Take a running job's slot and pages away; its published pages stay in the cache and it resumes from them."""
-        self._vacate(job)
+        self._vacate(job, keep=True)
         job.move(State.WAITING)
         job.drop_drafts()
         job.usage.preemptions += 1
@@ -270,8 +276,10 @@ class Scheduler:
         """Encoder rows plus decoder rows in units of an encoder row."""
         return piece.stop - piece.start + self.decoder_cost * piece.decoded
 
-    def _vacate(self, job: Job) -> None:
+    def _vacate(self, job: Job, *, keep: bool) -> None:
         assert job.slot is not None
+        if keep:
+            self.book.leave(job)
         self.pending.append(Closed(job.slot))
         self.slots.append(job.slot)
         self.book.release(job.pages)
@@ -292,9 +300,7 @@ class Scheduler:
             assert job.computed == start, (job.id, job.computed, start)
             assert job.span is not None
             stop = start + 1 + job.verify
-            piece = Piece(
-                job=job, start=start, stop=stop, publish_from=start, decode_from=start, wanted=start, drafts=job.verify
-            )
+            piece = Piece(job=job, start=start, stop=stop, publish_from=start, decode_from=start, wanted=start, drafts=job.verify)
             step.pieces.append(piece)
             self._charge(piece)
         # Jobs that were preempted for the sake of a later one lose their pieces.
@@ -355,9 +361,7 @@ class Scheduler:
             wanted = start
         elif stop == span.total:
             wanted = stop - 1
-        piece = Piece(
-            job=job, start=start, stop=stop, publish_from=span.hit, decode_from=span.decode_from, wanted=wanted
-        )
+        piece = Piece(job=job, start=start, stop=stop, publish_from=span.hit, decode_from=span.decode_from, wanted=wanted)
         step.pieces.append(piece)
         return self._charge(piece)
 
@@ -396,9 +400,7 @@ class Scheduler:
         job.slot = self.slots.pop()
         job.pages = [*hit.pages, *fresh]
         replay = self.replay if job.request.replay is None else job.request.replay
-        job.span = replay_span(
-            self.plan_of_layers, len(job), hit.tokens, replay, all_layers=job.request.prompt_logprobs
-        )
+        job.span = replay_span(self.plan_of_layers, len(job), hit.tokens, replay, all_layers=job.request.prompt_logprobs)
         job.computed = job.span.start
         job.published = hit.tokens // size
         job.exact_rows = hit.exact and job.span.exact_rows
@@ -416,6 +418,6 @@ class Scheduler:
 def overdue(job: Job) -> DeadlineExceeded:
     """The error of a job that ran out of time."""
     return DeadlineExceeded(
-        f"request {job.id} had {job.request.deadline_s} s and produced {job.new_tokens} of up to {job.request.max_tokens} tokens; "
+        f"request {job.id} had {job.request.deadline_s} s for {job.request.max_tokens} tokens and produced {job.new_tokens}; "
         "give it more time or send fewer requests at once"
     )

@@ -1,0 +1,385 @@
+"""The serving core: requests in, events out, one ragged step at a time.
+
+Owns the order of a step (plan, place, run, choose, commit, publish, draft) and the end of every request. Each part knows its
+own business only: scheduler, pages, runner, sampler, speculation. Must not know HTTP or files. docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvist.cache.identity import numerics_string
+from kvist.cache.paged_memory import PagedMemory
+from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
+from kvist.engine.drafter import BlockDrafter, Drafter
+from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
+from kvist.engine.metrics import Metrics
+from kvist.engine.pages import Pages
+from kvist.engine.replay import check_replay
+from kvist.engine.reply import Reply
+from kvist.engine.request import Event, FinishedEvent, Job, Request, State, TokenEvent
+from kvist.engine.runner import Runner, StepResult
+from kvist.engine.sampler import Choice, choose
+from kvist.engine.sampling.logprobs import row_logprobs
+from kvist.engine.sampling.params import SamplingParams
+from kvist.engine.scheduler import Closed, Extended, Opened, Piece, Scheduler, StepPlan, overdue
+from kvist.engine.speculation import AdaptivePolicy, FixedPolicy, VerifyPolicy
+from kvist.model.transformer import Transformer
+from kvist.text.tokenizer import Tokenizer
+
+
+class _Row(NamedTuple):
+    """A row of logits to choose from: its piece and how many drafts of the piece stand before it."""
+
+    piece: Piece
+    depth: int
+
+
+class Engine:
+    """Many requests on one model.
+
+    Memory is planned and allocated here; `plan` says what fits. `fingerprint` names the weights (needed for pages that
+    outlive the process; without it pages are this engine's own). `tokenizer` is needed for text and stop strings. Raises
+    BudgetTooSmall, ValueError. One thread at a time; `AsyncEngine` serves many clients.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        fingerprint: bytes | None = None,
+        drafter: Drafter | None = None,
+        policy: VerifyPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
+        self.plan: MemoryPlan = plan_memory(model.config, config, dtype_bytes=model.numerics.dtype.itemsize)
+        size = self.plan.layout.page_tokens
+        numerics = model.numerics
+        self.memory = PagedMemory(
+            model.config,
+            numerics,
+            pages=self.plan.pages,
+            slots=self.plan.slots,
+            verify_rows=self.plan.verify_rows,
+            page_tokens=size,
+            device=model.embed.weight.device,
+        )
+        self.pages = Pages(
+            model.plan,
+            pages=self.plan.pages,
+            page_tokens=size,
+            fingerprint=os.urandom(32) if fingerprint is None else fingerprint,
+            numerics=numerics_string(
+                dtype=str(numerics.dtype).removeprefix("torch."),
+                impl=numerics.impl,
+                deterministic=numerics.deterministic,
+                quantise=numerics.quantise,
+            ),
+            replay=config.replay,
+        )
+        self.scheduler = Scheduler(
+            model.plan,
+            self.pages,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            step_cost=config.step_cost,
+            mixed_cost=config.mixed_cost,
+            replay=config.replay,
+        )
+        self.runner = Runner(model, self.memory, feature_bytes=config.feature_bytes)
+        drafts = config.drafts(model.config)
+        self.drafter = drafter or BlockDrafter(self.runner, drafts)
+        fixed = drafts == 0 or isinstance(config.speculation, int)
+        self.policy = policy or (FixedPolicy(drafts) if fixed else AdaptivePolicy(drafts, config.max_running))
+        self.jobs: dict[int, Job] = {}
+        self.metrics = Metrics()
+        self._outbox: dict[int, deque[Event]] = {}
+        self._ended: list[Event] = []
+        self._number = 0
+
+    # ---- requests
+
+    def check(self, request: Request) -> None:
+        """Raise what is wrong with a request before any work: EmptyPrompt, RequestTooLong, ValueError."""
+        length, limit = len(request.prompt), self.plan.context
+        if not length:
+            raise EmptyPrompt("the prompt has no tokens; give at least one")
+        if length + request.max_tokens > limit:
+            raise RequestTooLong(
+                f"{length} prompt tokens and {request.max_tokens} new ones exceed the longest request of {limit} tokens "
+                f"(context {self.model.config.max_seq_len}, cache of {self.plan.tokens} tokens); shorten one of them"
+            )
+        self.model.check_ids(torch.as_tensor(request.prompt, dtype=torch.int64))
+        size = self.model.config.vocab_size
+        request.sampling.check_vocabulary(size)
+        if bad := [token for token in request.stop_ids if not 0 <= token < size]:
+            raise ValueError(f"stop_ids names token id {bad[0]}, the vocabulary is 0..{size - 1}; leave it out")
+        if request.replay is not None:
+            check_replay(self.model.plan, request.replay)
+        if request.sampling.n != 1:
+            raise ValueError(f"a job is one reply, n is {request.sampling.n}; `generate` makes the copies")
+        end = 0
+        for image in sorted(request.images, key=lambda image: image.start):
+            if image.start < end or image.start + image.tokens > length:
+                raise ValueError(f"image span {image.start}..{image.start + image.tokens} overlaps another or the prompt's end")
+            end = image.start + image.tokens
+
+    def add(self, request: Request) -> int:
+        """Queue a request; its number. Raises what `check` raises, and QueueFull."""
+        self.check(request)
+        job = Job(self._number, request, self.clock())
+        job.reply = Reply(request, job.tokens.ids, self.model.config.eos_token_id, self.tokenizer)
+        self.pages.enter(job)
+        self.scheduler.add(job)
+        self._number += 1
+        self.jobs[job.id] = job
+        self.metrics.requests += 1
+        return job.id
+
+    def abort(self, number: int) -> None:
+        """End a request at any moment; one that has ended already, or never was, changes nothing."""
+        job = self.jobs.get(number)
+        if job is not None:
+            self._end(job, "cancelled")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or has events to deliver."""
+        return self.scheduler.idle and not self._ended
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        """Run a request (its `n` copies) to the end, yielding its events; other requests go on meanwhile.
+
+        Leaving the iterator early aborts it.
+        """
+        numbers = []
+        try:
+            for sampling in request.sampling.copies():
+                numbers.append(self.add(_with_sampling(request, sampling)))
+                self._outbox[numbers[-1]] = deque()
+            open_ones = set(numbers)
+            while open_ones:
+                for number in numbers:
+                    while self._outbox[number]:
+                        event = self._outbox[number].popleft()
+                        if isinstance(event, FinishedEvent):
+                            open_ones.discard(number)
+                        yield event
+                if open_ones:
+                    self.step()
+        finally:
+            for number in numbers:
+                self._outbox.pop(number, None)
+                self.abort(number)
+
+    # ---- the step
+
+    def step(self) -> list[Event]:
+        """One step of everything that runs; the events of all requests (also kept for `generate`)."""
+        self._set_verify()
+        plan = self.scheduler.plan(self.clock())
+        for job in plan.expired:
+            self._finished(job, "error", error=overdue(job))
+        self.metrics.preemptions += len(plan.preempted)
+        self._place(plan)
+        events: list[Event] = []
+        if plan.pieces:
+            began = time.perf_counter()
+            try:
+                result = self.runner.run(plan.pieces)
+            except Exception as error:  # noqa: BLE001  every request of the step is told; the engine goes on
+                for piece in plan.pieces:
+                    self._end(piece.job, "error", error=error, keep=False)
+            else:
+                events = self._commit(plan.pieces, result)
+                self._measure(plan.pieces, time.perf_counter() - began)
+                self._draft([piece.job for piece in plan.pieces])
+        events, self._ended = [*events, *self._ended], []
+        for event in events:
+            if event.id in self._outbox:
+                self._outbox[event.id].append(event)
+        return events
+
+    def _set_verify(self) -> None:
+        jobs = [job for job in self.scheduler.running.values() if job.drafts and job.state is State.DECODE]
+        for job, length in zip(jobs, self.policy.lengths([job.survival for job in jobs]), strict=True):
+            left = job.request.max_tokens - job.new_tokens
+            job.verify = max(0, min(length, len(job.drafts), left - 1))
+
+    def _place(self, plan: StepPlan) -> None:
+        """Apply the scheduler's placement changes to the memory, in their order."""
+        for change in plan.placement:
+            if isinstance(change, Closed):
+                self.memory.close(change.slot)
+            elif isinstance(change, Extended):
+                self.memory.extend(change.slot, change.pages)
+            else:
+                self._open(change)
+
+    def _open(self, change: Opened) -> None:
+        if change.copy is not None:
+            self.memory.copy_page(*change.copy)
+            self.pages.release([change.copy[0]])
+        self.memory.open(change.slot, change.pages, change.tokens)
+        self.metrics.cached_tokens += change.tokens
+        if change.job.span is not None:
+            self.metrics.replayed_tokens += change.job.span.replayed
+
+    def _commit(self, pieces: Sequence[Piece], result: StepResult) -> list[Event]:
+        """Choose tokens from the wanted rows, move jobs on, publish what is certain."""
+        rows: list[_Row] = []
+        index: list[int] = []
+        at = 0
+        for piece, count, finite in zip(pieces, result.counts, result.finite, strict=True):
+            if not finite:
+                error = NonFiniteLogits(f"positions {piece.start}..{piece.stop - 1} are not finite; the request cannot go on")
+                self._end(piece.job, "error", error=error, keep=False)
+            elif piece.job.state is State.PREFILL:
+                self._prefilled(piece, result.logits_WV[at : at + count])
+                if count and piece.stop == len(piece.job):
+                    rows.append(_Row(piece, 0))
+                    index.append(at + count - 1)
+            else:
+                rows += [_Row(piece, depth) for depth in range(count)]
+                index += range(at, at + count)
+            at += count
+        if not rows:
+            return []
+        jobs = [row.piece.job for row in rows]
+        choices = choose(
+            result.logits_WV[torch.tensor(index, device=result.logits_WV.device)],
+            [job.request.sampling for job in jobs],
+            [len(row.piece.job) + row.depth for row in rows],
+            [row.piece.job.reply.behind(row.piece.job.drafts[: row.depth]) for row in rows],
+        )
+        events: list[Event] = []
+        first = 0
+        while first < len(rows):
+            last = first + 1
+            while last < len(rows) and rows[last].piece is rows[first].piece:
+                last += 1
+            events += self._accept(rows[first].piece, choices[first:last])
+            first = last
+        return events
+
+    def _prefilled(self, piece: Piece, logits_WV: torch.Tensor) -> None:
+        job = piece.job
+        self.scheduler.computed(piece)
+        self.pages.advance(job)
+        self.metrics.prefill_rows += piece.stop - piece.start
+        if job.request.prompt_logprobs and len(job.reply.prompt_logprobs) < job.prompt_length - 1:
+            rows_WV = logits_WV.float().cpu().numpy()
+            for row, position in zip(rows_WV, range(piece.start, piece.stop), strict=True):
+                if position + 1 < job.prompt_length and len(job.reply.prompt_logprobs) == position:
+                    token = int(job.tokens.ids[position + 1])
+                    job.reply.prompt_logprobs.append(row_logprobs(row, token, 0).logprob)
+
+    def _accept(self, piece: Piece, choices: Sequence[Choice]) -> list[Event]:
+        """Take the chosen tokens as long as each draft before them was chosen too; the event of what is new."""
+        job, reply = piece.job, piece.job.reply
+        decoding = piece.stop == len(job) + piece.drafts
+        tokens, text, details, accepted = [], [], [], 0
+        error: Exception | None = None
+        for depth, choice in enumerate(choices):
+            if choice.error is not None:
+                error = choice.error
+                break
+            tokens.append(choice.token)
+            details.append(choice.logprobs)
+            job.tokens.append(choice.token)
+            text.append(reply.feed(choice.token))
+            if reply.reason is not None or depth >= piece.drafts or choice.token != job.drafts[depth]:
+                break
+            accepted += 1
+        assert decoding
+        job.computed = piece.start + 1 + accepted if piece.drafts or piece.wanted == piece.start else job.computed
+        if piece.drafts:
+            self._count_drafts(job, piece.drafts, accepted)
+        job.drop_drafts()
+        if error is not None:
+            self._end(job, "error", error=error, keep=False)
+            return []
+        self.pages.advance(job)
+        job.usage.completion_tokens += len(tokens)
+        self.metrics.generated_tokens += len(tokens)
+        if reply.reason is not None:
+            text.append(reply.finish())
+        wants = job.request.sampling.logprobs is not None
+        event = TokenEvent(
+            id=job.id,
+            tokens=tuple(tokens),
+            text="".join(text),
+            logprobs=tuple(details) if wants else None,
+            client=job.request.client,
+        )
+        if reply.reason is not None:
+            self._end(job, reply.reason)
+        return [event]
+
+    def _count_drafts(self, job: Job, drafts: int, accepted: int) -> None:
+        job.usage.drafted_tokens += drafts
+        job.usage.accepted_tokens += accepted
+        self.metrics.drafted_tokens += drafts
+        self.metrics.accepted_tokens += accepted
+        self.policy.saw_acceptance(job.survival[:drafts], accepted)
+
+    def _measure(self, pieces: Sequence[Piece], seconds: float) -> None:
+        self.metrics.steps += 1
+        self.metrics.step_seconds += seconds
+        if all(piece.decode_from == piece.start == piece.publish_from for piece in pieces):
+            self.policy.saw_step(sum(piece.stop - piece.start for piece in pieces), seconds)
+
+    def _draft(self, jobs: Sequence[Job]) -> None:
+        """Propose tokens behind the newest one of each job that decodes and may use them."""
+        able = [
+            job
+            for job in jobs
+            if job.state is State.DECODE and job.request.speculate and job.request.max_tokens - job.new_tokens > 1
+        ]
+        if not able or not self.policy.wants_drafts(len(able)):
+            return
+        began = time.perf_counter()
+        for job, proposal in zip(able, self.drafter(able), strict=True):
+            job.drafts, job.survival = proposal.tokens, proposal.survival
+        self.policy.saw_drafting(len(able), time.perf_counter() - began)
+
+    # ---- ends
+
+    def _end(self, job: Job, reason: str, *, error: Exception | None = None, keep: bool = True) -> None:
+        """End a job that has not ended: free its slot and pages; what it published goes too unless `keep`."""
+        if job.state is State.FINISHED:
+            return
+        if not keep:
+            self.pages.withdraw(job)
+        self.scheduler.finish(job, keep=keep)
+        self._finished(job, reason, error=error)
+
+    def _finished(self, job: Job, reason: str, *, error: Exception | None = None) -> None:
+        del self.jobs[job.id]
+        self.metrics.ended[reason] = self.metrics.ended.get(reason, 0) + 1
+        scores = tuple(job.reply.prompt_logprobs) if job.request.prompt_logprobs else None
+        self._ended.append(
+            FinishedEvent(
+                id=job.id,
+                reason=reason,
+                usage=job.usage,
+                error=error,
+                stop=job.reply.stop,
+                prompt_logprobs=scores,
+                client=job.request.client,
+            )
+        )
+
+
+def _with_sampling(request: Request, sampling: SamplingParams) -> Request:
+    return dataclasses.replace(request, sampling=sampling)

@@ -1,0 +1,63 @@
+"""A reply as it grows: when it ends, its text, and what the sampler must know of it.
+
+Owns stop tokens, stop strings, held-back text and the history for penalties of one request. Must not know batches or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.engine.request import Request
+from kvist.engine.sampling.history import Ahead, History
+from kvist.text.stops import StopMatcher
+from kvist.text.tokenizer import StreamDecoder, Tokenizer
+
+
+class Reply:
+    """One request's output side. ValueError for stop strings without a tokenizer."""
+
+    def __init__(self, request: Request, prompt: npt.NDArray[np.int64], eos: int, tokenizer: Tokenizer | None) -> None:
+        sampling = request.sampling
+        if request.stops and tokenizer is None:
+            raise ValueError(f"stop strings {request.stops!r} need text; make the engine with the model's tokenizer")
+        self.history = History(prompt) if sampling.needs_history else None
+        self.ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_end else frozenset((eos,)))
+        self.limit = request.max_tokens
+        self.decoder = None if tokenizer is None else StreamDecoder(tokenizer, skip_control=True)
+        self.stops = StopMatcher(request.stops or ())
+        self.count = 0
+        self.reason: str | None = None
+        self.stop: str | int | None = None
+        self.prompt_logprobs: list[float] = []
+
+    def feed(self, token: int) -> str:
+        """Take the next token; the text that became certain. Sets `reason` when the reply ends: a stop before the limit."""
+        self.count += 1
+        if self.history is not None:
+            self.history.append(token)
+        text = ""
+        if token in self.ends:
+            self.reason, self.stop = "stop", token
+        elif self.decoder is not None:
+            text = self.stops.feed(self.decoder.feed([token]))
+        if self.stops.matched is not None:
+            self.reason, self.stop = "stop", self.stops.matched
+        elif self.reason is None and self.count >= self.limit:
+            self.reason = "length"
+        return text
+
+    def finish(self) -> str:
+        """What was held back, up to a stop string that only the end decides."""
+        if self.decoder is None:
+            return ""
+        rest = self.stops.feed(self.decoder.finish()) + self.stops.finish()
+        if self.stops.matched is not None:
+            self.reason, self.stop = "stop", self.stops.matched
+        return rest
+
+    def behind(self, drafts: Sequence[int]) -> History | Ahead | None:
+        """The history that the row behind these drafts needs."""
+        return None if self.history is None else self.history.ahead(drafts)
