@@ -7,24 +7,20 @@ and on the noise of (seed, position), never on what shares the batch: same row, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvist.engine.errors import NonFiniteLogits
+from kvist.engine.sampling.adjust import Mask, RowError, change, not_finite
 from kvist.engine.sampling.filters import draw, filter_logits, scale, survivors
-from kvist.engine.sampling.grammar_text import GrammarUnsatisfiable
-from kvist.engine.sampling.history import Ahead, History, adjust
+from kvist.engine.sampling.history import Ahead, History
 from kvist.engine.sampling.logprobs import TokenLogprobs, row_logprobs
 from kvist.engine.sampling.noise import gumbel_noise
 from kvist.engine.sampling.params import SamplingParams
 
 __all__ = ["Choice", "Mask", "SamplingParams", "choose", "filter_logits", "gumbel_noise", "sample"]
-
-# Allowed ids as bits, id i at bit i % 8 of byte i // 8; bytes that are missing at the end allow nothing.
-Mask: TypeAlias = NDArray[np.uint8]
 
 # Rows are worked on in blocks of about this many logits, so that a block's float64 arrays stay in a core's cache.
 _BLOCK = 1 << 17
@@ -35,7 +31,7 @@ class Choice(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None = None
-    error: NonFiniteLogits | GrammarUnsatisfiable | None = None
+    error: RowError | None = None
 
 
 def choose(
@@ -70,17 +66,15 @@ def _choose_block(
     histories: Sequence[History | Ahead | None],
     masks: Sequence[Mask | None],
 ) -> list[Choice]:
-    errors: list[NonFiniteLogits | GrammarUnsatisfiable | None] = [None] * len(params)
+    errors: list[RowError | None] = [None] * len(params)
     for row in np.flatnonzero(~(np.isfinite(raw_RV.max(1)) & np.isfinite(raw_RV.min(1)))).tolist():
-        errors[row] = NonFiniteLogits(f"logits for position {positions[row]} are not finite; the request cannot go on")
+        errors[row] = not_finite(positions[row])
     rows_RV = raw_RV
     if any(mask is not None for mask in masks) or any(p.changes_logits for p in params):
         rows_RV = raw_RV.copy()
         for row, (wish, history, mask) in enumerate(zip(params, histories, masks, strict=True)):
             if errors[row] is None:
-                adjust(rows_RV[row], wish, history)
-                if mask is not None:
-                    errors[row] = _apply(mask, rows_RV[row], positions[row])
+                errors[row] = change(rows_RV[row], wish, history, mask, positions[row])
     tokens = _tokens(rows_RV, params, positions, [row for row, error in enumerate(errors) if error is None])
     choices = []
     for row, (wish, token) in enumerate(zip(params, tokens, strict=True)):
@@ -88,16 +82,6 @@ def _choose_block(
         details = row_logprobs(raw_RV[row], token, wish.logprobs or 0) if wanted else None
         choices.append(Choice(token, details, errors[row]))
     return choices
-
-
-def _apply(mask: Mask, logits_V: NDArray[np.float32], position: int) -> GrammarUnsatisfiable | None:
-    size = len(logits_V)
-    allowed = np.unpackbits(mask, count=min(size, 8 * len(mask)), bitorder="little").view(np.bool_)
-    logits_V[: len(allowed)][~allowed] = -np.inf
-    logits_V[len(allowed) :] = -np.inf
-    if allowed.any():
-        return None
-    return GrammarUnsatisfiable(f"the grammar allows no token at position {position}: it is a dead end; change the grammar")
 
 
 def _tokens(

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_GRAMMAR_BYTES = 256 * 1024
-KINDS = ("json_schema", "regex", "lark")
+MAX_GRAMMAR_BYTES = 64 * 1024
+KINDS = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 
 class GrammarError(ValueError):
@@ -26,6 +26,10 @@ class GrammarUnsatisfiable(GrammarError):
     """A grammar that no text satisfies, or that no sequence of the vocabulary's tokens spells."""
 
 
+class GrammarSupportMissing(RuntimeError):
+    """The library that compiles grammars is not installed."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """`kind` is `json_schema`, `regex` or `lark`; `source` its text. Raises GrammarError, GrammarTooLarge."""
@@ -37,17 +41,27 @@ class Grammar:
         if self.kind not in KINDS:
             raise GrammarError(f"a grammar is one of {', '.join(KINDS)}, got {self.kind!r}; name one of them")
         if not isinstance(self.source, str) or not self.source:
-            raise GrammarError(f"the {self.kind} of a grammar must be a text that is not empty; leave the grammar out instead")
+            raise GrammarError(f"the {self.name} must be a text that is not empty; leave the grammar out instead")
         size = len(self.source.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarTooLarge(
-                f"the {self.kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; split it or simplify it"
+                f"the {self.name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; split it or simplify it"
             )
+
+    @property
+    def name(self) -> str:
+        """The kind in words."""
+        return KINDS[self.kind]
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """Any JSON value that satisfies `schema` (JSON text or its parsed form); `{}` is any JSON value."""
-        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        try:
+            return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, GrammarError):
+                raise
+            raise GrammarError(f"the schema is no JSON: {error}; give JSON text or what json.loads returns") from error
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:

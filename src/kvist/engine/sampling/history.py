@@ -1,20 +1,15 @@
-"""What a request has said so far, counted for penalties; and the change that penalties and biases make to logits.
+"""What a request has said so far, counted for penalties: distinct tokens of its prompt and reply, with the reply's counts.
 
-Owns `History`, `Ahead` (a history with drafts on top that may still be rejected) and `adjust`. Must not know noise or filters.
+Owns `History` and `Ahead` (a history with drafts on top that may still be rejected). Must not know logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kvist.engine.sampling.params import SamplingParams
-
-Row: TypeAlias = NDArray[np.float32]
 
 
 class History:
@@ -75,29 +70,3 @@ class Ahead:
 
     history: History
     drafts: tuple[int, ...]
-
-
-def adjust(logits_V: Row, params: SamplingParams, history: History | Ahead | None) -> None:
-    """Apply penalties, then biases, to float32 logits in place; each change is computed in float64 and rounded once."""
-    if params.needs_history:
-        assert history is not None, "penalties need the request's history"
-        if isinstance(history, Ahead):
-            for token in history.drafts:
-                history.history.append(token)
-            _penalise(logits_V, params, history.history)
-            history.history.rollback(len(history.drafts))
-        else:
-            _penalise(logits_V, params, history)
-    if params.logit_bias:
-        ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-        logits_V[ids] += np.fromiter(params.logit_bias.values(), np.float64, len(ids))
-
-
-def _penalise(logits_V: Row, params: SamplingParams, history: History) -> None:
-    if params.repetition_penalty != 1:
-        seen = history.seen()
-        held = logits_V[seen].astype(np.float64)
-        logits_V[seen] = np.where(held > 0, held / params.repetition_penalty, held * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        ids, counts = history.replied()
-        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvist.engine.errors import NonFiniteLogits
+from kvist.engine.sampling.adjust import not_finite
 from kvist.engine.sampling.params import MAX_LOGPROBS
 from kvist.engine.session import ImageSpan, Session
 
@@ -64,6 +64,6 @@ def prompt_logprobs(
     for position in range(1, len(ids)):
         row_V = logits_TV[position - 1]
         if not np.isfinite(row_V).all():
-            raise NonFiniteLogits(f"logits for position {position} are not finite; the request cannot go on")
+            raise not_finite(position)
         found.append(row_logprobs(row_V, ids[position], top))
     return found

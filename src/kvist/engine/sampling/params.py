@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvist.engine.sampling.grammar_text import Grammar
-
+LEAST_TEMPERATURE = 1e-4
 MAX_BIASES = 4096
 MAX_COPIES = 128
 MAX_LOGPROBS = 20
-MAX_STOPS = 256
-MAX_STOP_CHARACTERS = 1024
-MAX_STOP_IDS = 256
 SEED_STOP = 1 << 64
 
 
@@ -29,8 +25,7 @@ class SamplingParams:
     (prompt and reply), `presence_penalty` subtracts once and `frequency_penalty` once an occurrence (reply only).
     `logit_bias` adds to single ids after that. `seed` keys the noise together with the position. `logprobs`: report the
     chosen token's and that many best tokens' log-probabilities (0: the chosen one's only; None: none). `n`: replies, see
-    `copies`. `stop_token_ids` end a reply like the end token does; `stops` are texts that end it (None: none).
-    Raises ValueError for a value outside its limit.
+    `copies`. Raises ValueError for a value outside its limit.
     """
 
     temperature: float = 0.0
@@ -44,12 +39,11 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stops: tuple[str, ...] | None = None
-    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _between("temperature", self.temperature, 0, 100, "0 is greedy, 1 is the model's own distribution")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}; 0 is greedy")
         _integer("top_k", self.top_k, 0, None, "0 switches it off")
         _between("top_p", self.top_p, 0, 1, "1 switches it off; for the best token only use temperature 0", low_open=True)
         _between("min_p", self.min_p, 0, 1, "0 switches it off")
@@ -60,36 +54,11 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_COPIES, "send several requests for more replies")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off")
-        self._check_biases()
-        self._check_stops()
-
-    def _check_biases(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIASES} are allowed; use a grammar")
         for token, bias in self.logit_bias.items():
             _integer("logit_bias token id", token, 0, None, "give ids of the vocabulary")
             _between(f"logit_bias of token {token}", bias, -100, 100, "-100 bans a token in practice, 100 forces it")
-
-    def _check_stops(self) -> None:
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, at most {MAX_STOP_IDS} are allowed; leave some out"
-            )
-        for token in self.stop_token_ids:
-            _integer("stop token id", token, 0, None, "give ids of the vocabulary")
-        if self.stops is None:
-            return
-        if isinstance(self.stops, str):  # type: ignore[unreachable]  # untyped callers do this
-            raise ValueError(f"stops must be a sequence of strings, got the string {self.stops!r}; put it into a tuple")
-        if not 1 <= len(self.stops) <= MAX_STOPS:
-            raise ValueError(
-                f"stops has {len(self.stops)} entries, 1..{MAX_STOPS} are allowed; leave it out (None) for none, or send fewer"
-            )
-        for stop in self.stops:
-            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-                raise ValueError(
-                    f"a stop string must have 1..{MAX_STOP_CHARACTERS} characters, got {_shown(stop)}; shorten it or leave it out"
-                )
 
     @property
     def needs_history(self) -> bool:
@@ -103,8 +72,9 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError for a token id outside a vocabulary of `size` ids."""
-        for what, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            _inside(what, ids, size)
+        for token in self.logit_bias:
+            if token >= size:
+                raise ValueError(f"logit_bias names token id {token}, the vocabulary is 0..{size - 1}; leave it out")
 
     def copies(self) -> list[SamplingParams]:
         """The `n` replies' own parameters, each with `n` 1 and a seed of its own (`copy_seed`)."""
@@ -118,12 +88,6 @@ def copy_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
-
-
-def _inside(what: str, ids: Iterable[int], size: int) -> None:
-    for token in ids:
-        if token >= size:
-            raise ValueError(f"{what} names token id {token}, the vocabulary is 0..{size - 1}; leave it out")
 
 
 def _between(name: str, value: object, low: float, high: float, way_out: str, *, low_open: bool = False) -> None:
