@@ -108,6 +108,8 @@ void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                     int64_t first, int64_t stop);
 
+/* Bytes of one panel's codes or scales for `depth` code bytes a row. */
+int64_t fp4_panel_bytes(int64_t depth, int scales);
 /* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes. */
 void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint32_t *pairs);
 

@@ -78,7 +78,8 @@ def pack(w: Tensor, groups: int = 1, *, wide: bool = False) -> Packed:
 def packed_fp4_bytes(outputs: int, inputs: int) -> int:
     """Bytes of `pack_fp4`: codes and scales of whole panels."""
     depth = -(-inputs // 2)
-    return -(-outputs // LANES) * LANES * (depth + -(-depth // FP4_GROUP_BYTES))
+    groups = -(-depth // FP4_GROUP_BYTES)
+    return -(-outputs // LANES) * LANES * 4 * (-(-depth // 4) + -(-groups // 4))
 
 
 def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:

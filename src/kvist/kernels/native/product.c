@@ -106,14 +106,15 @@ enum { EXPANDED_BYTES = 1 << 19 };
 static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, weight_t w, float *y, int64_t ldy,
                       int exact, int64_t first, int64_t stop)
 {
-    int64_t depth = (w.inputs + 1) / 2, groups = (depth + 15) / 16, panels = (w.outputs + 15) / 16;
+    int64_t depth = (w.inputs + 1) / 2, panels = (w.outputs + 15) / 16;
+    int64_t code_bytes = fp4_panel_bytes(depth, 0), scale_bytes = fp4_panel_bytes(depth, 1);
     int64_t fitting = EXPANDED_BYTES / (depth * 64), step = fitting >= 8 ? 8 : fitting >= 4 ? 4 : 2;
-    const uint8_t *codes = w.data, *scales = codes + panels * 16 * depth;
+    const uint8_t *codes = w.data, *scales = codes + panels * code_bytes;
     uint32_t *expanded = aligned_alloc(64, (size_t)(step * depth * 64));
     for (int64_t panel = first; panel < stop; panel += step) {
         int64_t count = stop - panel < step ? stop - panel : step;
         for (int64_t n = 0; n < count; n++)
-            expand_fp4(codes + (panel + n) * 16 * depth, scales + (panel + n) * 16 * groups, depth, expanded + n * depth * 16);
+            expand_fp4(codes + (panel + n) * code_bytes, scales + (panel + n) * scale_bytes, depth, expanded + n * depth * 16);
         weight_t part = {expanded, w.outputs - panel * 16, w.inputs, WEIGHT_BF16};
         pair_tiles(x, ldx, pairs, rows, part, y + panel * 16, ldy, exact, 0, count);
     }
