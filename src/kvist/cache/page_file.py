@@ -120,7 +120,10 @@ class PageFile:
 
     @staticmethod
     def open(folder: Path, files: FileSystem, *, read_only: bool) -> PageFile | None:
-        """Open a folder's page file; None if there is none. Raises `NotAStore`, `NewerStore`, `OSError`."""
+        """Open a folder's page file; None if there is none. Raises `NotAStore`, `NewerStore`, `OSError`.
+
+        A writer also gets None for one that was cut within its first head: it holds no page and is made again.
+        """
         path = folder / FILE_NAME
         try:
             fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
@@ -128,6 +131,9 @@ class PageFile:
             return None
         try:
             head = files.read(fd, HEAD_BYTES, 0)
+            if not read_only and len(head) < HEAD.size + CHECKSUM_BYTES and HEAD_MAGIC.startswith(head[: len(HEAD_MAGIC)]):
+                files.close(fd)
+                return None
             geometry = Geometry.unpack(head, path)
             opened = PageFile(path, geometry, fd, files)
             if not read_only and head != geometry.pack():

@@ -113,6 +113,12 @@ class PageIndex:
             yield from (entry for entry in map(_entry, rows) if entry.slot >= first_slot)
             after = rows[-1][0]
 
+    def check(self) -> str | None:
+        """What SQLite finds wrong with the whole file, its order included; None if nothing. Raises `sqlite3.Error`."""
+        with self._read_lock:
+            (answer,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
+        return None if answer == "ok" else str(answer)
+
     def state(self) -> tuple[int, int, int]:
         """(slots ever used, free slots among them, clock): pages = used - free. Raises `DamagedIndex` if that is negative."""
         with self._read_lock:

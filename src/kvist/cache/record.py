@@ -48,6 +48,13 @@ class Header(NamedTuple):
     sequence: int
 
 
+class Stored(NamedTuple):
+    """A proved record: its header, and a view of the page's bytes."""
+
+    header: Header
+    payload: memoryview
+
+
 class CorruptPage(ValueError):
     """A record that must not be used. `reason` is one of truncated, foreign, version, model, layout, stale, checksum.
 
@@ -82,8 +89,8 @@ def read_header(raw: Buffer) -> Header:
     return Header(*fields)
 
 
-def check(raw: Buffer, *, model: bytes, key: bytes, sequence: int, payload_bytes: int) -> tuple[Header, memoryview]:
-    """Prove that `raw` is the record that the index promises; returns its header and a view of the page's bytes.
+def check(raw: Buffer, *, model: bytes, key: bytes, sequence: int, payload_bytes: int) -> Stored:
+    """Prove that `raw` is the record that the index promises.
 
     Raises `CorruptPage`. The checksum is looked at first among the values, so that "stale" means an intact other record.
     """
@@ -100,7 +107,7 @@ def check(raw: Buffer, *, model: bytes, key: bytes, sequence: int, payload_bytes
         raise CorruptPage("model", f"of model {header.model.hex()}, not {model.hex()}")
     if (header.key, header.sequence) != (key, sequence):
         raise CorruptPage("stale", f"holds page {header.key.hex()} number {header.sequence}", header.key)
-    return header, payload
+    return Stored(header, payload)
 
 
 def _checksum(fields: Buffer, payload: Buffer) -> bytes:

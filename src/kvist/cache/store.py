@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Final
 
 from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile
-from kvist.cache.page_index import Entry, is_damage, is_full
-from kvist.cache.record import KEY_BYTES, Buffer, CorruptPage, Page, check, pack_header
+from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
+from kvist.cache.record import KEY_BYTES, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
 from kvist.cache.store_directory import (
     UNLIMITED,
@@ -131,12 +131,12 @@ class PageStore:
             if self._is_negative(entry):
                 self._count("negative_hits")
                 return None
-            payload, fault = self.prove(entry)
-            if payload is not None:
+            found = self.prove(entry)
+            if not isinstance(found, str):
                 self._count("hits")
                 self._want(entry)
-                return payload
-            if fault != "superseded":
+                return found.payload
+            if found != "superseded":
                 return None
         self._count("misses")
         return None
@@ -149,30 +149,28 @@ class PageStore:
                     self._file.will_need(ahead.slot)
             yield self.get(key)
 
-    def prove(self, entry: Entry) -> tuple[memoryview | None, str | None]:
-        """Read an indexed page: (its bytes, None), or (None, why not). A damaged page is counted and dropped by this.
+    def prove(self, entry: Entry) -> Stored | str:
+        """Read an indexed page and prove it; a damaged one is counted and dropped by this.
 
-        Why not: a reason of `CorruptPage`, "read error", or "superseded" (the slot was given to another page meanwhile).
+        A text says why there is none: a reason of `CorruptPage`, "read error", or "superseded" (the slot was given to another
+        page meanwhile).
         """
         geometry = self.geometry
         try:
             raw = self._file.read(entry.slot)
-            _, payload = check(
-                raw, model=geometry.model, key=entry.key, sequence=entry.sequence, payload_bytes=geometry.page_bytes
-            )
-            return payload, None
+            return check(raw, model=geometry.model, key=entry.key, sequence=entry.sequence, payload_bytes=geometry.page_bytes)
         except OSError as error:
             self._count("read_errors")
             self._remember_failure(entry, time.monotonic() + NEGATIVE_S)
             log.warning("%s: page %s cannot be read: %s", self.folder, entry.key.hex(), error)
-            return None, "read error"
+            return "read error"
         except CorruptPage as fault:
             now = self._find(entry.key)
             if now is None or (now.slot, now.sequence) != (entry.slot, entry.sequence):
                 self._count("superseded")
-                return None, "superseded"
+                return "superseded"
             self._condemn(entry, fault)
-            return None, fault.reason
+            return fault.reason
 
     def put(self, pages: Sequence[Page]) -> int:
         """Publish pages, in chain order; returns how many are in the store afterwards, new or already there.
@@ -182,7 +180,7 @@ class PageStore:
         """
         self._must_write()
         for page in pages:
-            self._require_fit(page)
+            self.require_fit(page)
         batch = max(_BATCH_BYTES // self.geometry.slot_bytes, 1)
         with self._writing:
             self._mend()
@@ -192,6 +190,15 @@ class PageStore:
                 self._guarded(self._sync, "write_errors")
         self._count("not_published", len(pages) - done)
         return done
+
+    def require_fit(self, page: Page) -> None:
+        """Raises `ValueError` for a page of another size than this store's, or a key that is not 16 bytes."""
+        nbytes = memoryview(page.payload).nbytes
+        if nbytes != self.geometry.page_bytes or len(page.key) != KEY_BYTES:
+            raise ValueError(
+                f"a page of {nbytes} bytes with a key of {len(page.key)}; this store holds pages of "
+                f"{self.geometry.page_bytes} bytes with keys of {KEY_BYTES}"
+            )
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that pages are wanted, without reading them; in chain order."""
@@ -213,9 +220,17 @@ class PageStore:
         """All promised pages in key order."""
         return self._index.entries()
 
-    def header_of(self, entry: Entry) -> Buffer:
-        """The first 128 bytes of a page's slot, for who exports pages that `prove` has proved."""
-        return self._file.read_header(entry.slot)
+    def check_index(self) -> str | None:
+        """Read the whole index; a text says what is wrong with it. A bad one is counted, and made again by its writer."""
+        try:
+            fault = self._index.check()
+            if fault is not None:
+                raise DamagedIndex(fault)
+        except sqlite3.Error as error:
+            self._note_index(error)
+            self.flush()
+            return str(error)
+        return None
 
     def flush(self) -> None:
         """Drop what was found damaged, write clocks, and wait until every published page is on the disk."""
@@ -351,7 +366,7 @@ class PageStore:
             self._file.cut(min(used, self._file.slots))
 
     def _move(self, entries: Sequence[Entry], below: int) -> None:
-        proved = [entry for entry in entries if self.prove(entry)[0] is not None]
+        proved = [entry for entry in entries if not isinstance(self.prove(entry), str)]
         slots = self._index.free_slots(len(proved), below)
         for entry, slot in zip(proved, slots, strict=True):
             raw = memoryview(self._file.read(entry.slot))
@@ -452,14 +467,6 @@ class PageStore:
             self.counters.corrupt[fault.reason] = self.counters.corrupt.get(fault.reason, 0) + 1
             if not self.read_only:
                 self._doomed.append((entry, fault.owner))
-
-    def _require_fit(self, page: Page) -> None:
-        nbytes = memoryview(page.payload).nbytes
-        if nbytes != self.geometry.page_bytes or len(page.key) != KEY_BYTES:
-            raise ValueError(
-                f"a page of {nbytes} bytes with a key of {len(page.key)}; this store holds pages of "
-                f"{self.geometry.page_bytes} bytes with keys of {KEY_BYTES}"
-            )
 
     def _must_write(self) -> None:
         if self.read_only:

@@ -1,0 +1,279 @@
+"""Pages below device memory: host memory and the disk store behind it, moved by threads so that a step waits for neither.
+
+Owns the write-behind queue, prefetch, promotion and their counters. Must not know models, requests or torch; what a page holds
+is bytes. `offer` when a page is published, `get` when a match ends in `host` or `disk`, `prefetch` as soon as one is known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from typing import Final
+
+from kvist.cache.host_tier import HostTier
+from kvist.cache.record import Buffer, Page
+from kvist.cache.store import PageStore
+
+_BATCH_BYTES: Final = 16 << 20
+_LINGER_S: Final = 0.02
+_READERS: Final = 2
+
+
+@dataclass
+class TierCounters:
+    """Pages since start. A `get` ends in exactly one of `host_hits`, `disk_hits`, `slow`, `misses`."""
+
+    offered: int = 0
+    already_queued: int = 0
+    queue_dropped: int = 0
+    written: int = 0
+    unwritten: int = 0
+    host_hits: int = 0
+    disk_hits: int = 0
+    slow: int = 0
+    misses: int = 0
+    prefetched: int = 0
+    prefetch_skipped: int = 0
+
+
+class DiskTier:
+    """The store as the prefix index sees it (`prefix.Lookup`)."""
+
+    name = "disk"
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the store promises the page; it is proved when it is read."""
+        return self.store.contains(key)
+
+
+class MemoryTier:
+    """What lies in host memory, as the prefix index sees it (`prefix.Lookup`): the host tier and the write queue."""
+
+    name = "host"
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the page's bytes are in host memory now."""
+        return self._tiers.in_memory(key)
+
+
+class Tiers:
+    """Host memory and disk behind one door. Safe from any thread; closes the store that it was given.
+
+    `host_bytes`: budget of the host tier. `queue_bytes`: most unwritten bytes; beyond it the oldest unwritten page is given up
+    (it stays in host memory as long as that keeps it) and counted. `read_timeout_s`: how long a `get` may wait for the disk
+    before it counts as a miss; None waits.
+    """
+
+    def __init__(
+        self, *, host_bytes: int, store: PageStore | None, queue_bytes: int = 256 << 20, read_timeout_s: float | None = None
+    ) -> None:
+        if queue_bytes < 0:
+            raise ValueError(f"a write queue of {queue_bytes} bytes; 0 writes nothing, else at least one page")
+        if read_timeout_s is not None and read_timeout_s <= 0:
+            raise ValueError(f"a read timeout of {read_timeout_s} s; give a positive time, or None to wait")
+        self.host, self.store, self.counters = HostTier(host_bytes), store, TierCounters()
+        self.queue_bytes, self.queued_bytes = queue_bytes, 0
+        self._timeout_s = read_timeout_s
+        self._queue: OrderedDict[bytes, Page] = OrderedDict()
+        self._writing: dict[bytes, Page] = {}
+        self._arriving: dict[bytes, Future[memoryview | None]] = {}
+        self._changed = threading.Condition()
+        self._closing = self._hurry = False
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvist-page-reader") if store is not None else None
+        self._writer: threading.Thread | None = None
+        if store is not None and not store.read_only:
+            self._writer = threading.Thread(target=self._write_behind, name="kvist-page-writer", daemon=True)
+            self._writer.start()
+
+    @property
+    def lookups(self) -> tuple[MemoryTier | DiskTier, ...]:
+        """The tiers in the order in which the prefix index should ask them."""
+        memory = (MemoryTier(self),)
+        return memory if self.store is None else (*memory, DiskTier(self.store))
+
+    def where(self, keys: Iterable[bytes]) -> list[str | None]:
+        """The tier of each key: "host", "disk" or None."""
+        lookups = self.lookups
+        return [next((tier.name for tier in lookups if tier.holds(key)), None) for key in keys]
+
+    def in_memory(self, key: bytes) -> bool:
+        """Whether `get` would find the page without touching the disk."""
+        if self.host.holds(key):
+            return True
+        with self._changed:
+            return key in self._queue or key in self._writing
+
+    def offer(self, page: Page) -> None:
+        """Take a copy of a published page: into host memory at once, onto the disk when its turn comes. Never waits for a disk.
+
+        Raises `ValueError` for a page that the store cannot hold.
+        """
+        if self.store is not None:
+            self.store.require_fit(page)
+        page = page._replace(payload=bytes(page.payload))
+        self.host.put(page.key, page.payload)
+        with self._changed:
+            self.counters.offered += 1
+            if self._writer is None or self._closing or len(page.payload) > self.queue_bytes:
+                self.counters.unwritten += 1
+                return
+            if page.key in self._queue or page.key in self._writing:
+                self.counters.already_queued += 1
+                return
+            self._queue[page.key] = page
+            self.queued_bytes += len(page.payload)
+            while self.queued_bytes > self.queue_bytes:
+                _, oldest = self._queue.popitem(last=False)
+                self.queued_bytes -= len(oldest.payload)
+                self.counters.queue_dropped += 1
+            self._changed.notify_all()
+
+    def get(self, key: bytes) -> Buffer | None:
+        """The bytes of a page, from host memory or proved from disk (then kept in host memory); None is a miss, counted."""
+        payload = self.host.get(key)
+        if payload is None:
+            with self._changed:
+                page = self._queue.get(key) or self._writing.get(key)
+            payload = None if page is None else page.payload
+        if payload is not None:
+            self._count("host_hits")
+            return payload
+        try:
+            from_disk = self._from_disk(key)
+        except (NotYet, CancelledError):
+            self._count("slow")
+            return None
+        self._count("misses" if from_disk is None else "disk_hits")
+        return from_disk
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Begin to read pages that a request will want, in order, into the host tier. Returns at once; what is here or on its way
+        is left alone, and what the host tier has no room for is skipped and counted."""
+        if self.store is None:
+            return
+        room = self.host.budget_bytes // self.store.geometry.page_bytes
+        for key in keys:
+            if self.in_memory(key):
+                continue
+            with self._changed:
+                if key in self._arriving:
+                    continue
+                if len(self._arriving) >= room or self._closing:
+                    self.counters.prefetch_skipped += 1
+                    continue
+                self._start_reading(key)
+                self.counters.prefetched += 1
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Say that a request wants these pages (in chain order) though it found them in a higher tier."""
+        for key in reversed(keys):
+            self.host.touch(key)
+        if self.store is not None:
+            self.store.touch(keys)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            done = self._changed.wait_for(
+                lambda: self._writer is None or not (self._queue or self._writing) or not self._writer.is_alive(),
+                None if deadline is None else max(deadline - time.monotonic(), 0),
+            )
+            self._hurry = False
+            done = done and not (self._queue or self._writing)
+        if done and self.store is not None:
+            self.store.flush()
+        return done
+
+    def close(self, timeout_s: float | None = 30.0) -> bool:
+        """Flush, end the threads and close the store; False if pages were given up because `timeout_s` came first."""
+        done = self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._queue.clear()
+            self.queued_bytes = 0
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
+        if self.store is not None:
+            self.store.close()
+        return done
+
+    def _from_disk(self, key: bytes) -> memoryview | None:
+        if self.store is None or self._readers is None:
+            return None
+        with self._changed:
+            coming = self._arriving.get(key)
+            if coming is None and self._timeout_s is not None:
+                coming = self._start_reading(key)
+        if coming is None:
+            return self._read(key)
+        return coming.result(self._timeout_s)
+
+    def _start_reading(self, key: bytes) -> Future[memoryview | None]:
+        assert self._readers is not None
+        coming = self._readers.submit(self._read, key)
+        self._arriving[key] = coming
+        coming.add_done_callback(lambda _: self._arrived(key))
+        return coming
+
+    def _arrived(self, key: bytes) -> None:
+        with self._changed:
+            self._arriving.pop(key, None)
+
+    def _read(self, key: bytes) -> memoryview | None:
+        assert self.store is not None
+        payload = self.store.get(key)
+        if payload is not None:
+            self.host.put(key, payload)
+        return payload
+
+    def _write_behind(self) -> None:
+        assert self.store is not None
+        try:
+            while batch := self._next_batch():
+                written = self.store.put(batch)
+                with self._changed:
+                    self.counters.written += written
+                    self.counters.unwritten += len(batch) - written
+                    self._writing = {}
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._writing = {}
+                self._changed.notify_all()
+
+    def _next_batch(self) -> list[Page]:
+        with self._changed:
+            while not self._queue:
+                if self._closing:
+                    return []
+                self._changed.wait()
+            if not (self._hurry or self._closing) and self.queued_bytes < _BATCH_BYTES:
+                self._changed.wait(_LINGER_S)  # pages come in bursts: one transaction for those of one step
+            size = 0
+            while self._queue and size < _BATCH_BYTES:
+                key, page = self._queue.popitem(last=False)
+                self._writing[key] = page
+                size += len(page.payload)
+            self.queued_bytes -= size
+            return list(self._writing.values())
+
+    def _count(self, name: str) -> None:
+        with self._changed:
+            setattr(self.counters, name, getattr(self.counters, name) + 1)
