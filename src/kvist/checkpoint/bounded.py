@@ -42,6 +42,7 @@ class CacheCounters:
 class _Entry(Generic[V]):
     nbytes: int
     ahead: bool
+    patient: bool
     future: Future[V] = field(default_factory=Future)
     pins: int = 0
     used: bool = False
@@ -146,7 +147,7 @@ class BoundedCache(Generic[K, V]):
             return claimed, not all(entry.future.done() for entry in claimed)
 
     def _start(self, key: K, workers: ThreadPoolExecutor, *, ahead: bool) -> _Entry[V]:
-        entry: _Entry[V] = _Entry(self.nbytes(key), ahead)
+        entry: _Entry[V] = _Entry(self.nbytes(key), ahead, patient=ahead)
         self._entries[key] = entry
         self._counters.held_bytes += entry.nbytes
         self._counters.peak_bytes = max(self._counters.peak_bytes, self._counters.held_bytes)
@@ -166,9 +167,10 @@ class BoundedCache(Generic[K, V]):
         entry.future.add_done_callback(done)
 
     def _hurry(self, key: K, entry: _Entry[V]) -> None:
-        """A load that look-ahead has queued but not begun goes to the demand threads."""
-        if entry.ahead and entry.future.cancel():
+        """A load that look-ahead has queued but not begun goes to the demand threads. Once: then callers wait for it."""
+        if entry.patient and entry.future.cancel():
             self._submit(key, entry, self._demand)
+        entry.patient = False
 
     def _loaded(self, key: K, entry: _Entry[V], future: Future[V]) -> None:
         if future.cancelled():
