@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
 
 
 class BatchSegment(Protocol):
@@ -90,7 +94,9 @@ class Placement:
         assert len(set(slots)) == len(slots), f"a pass has two segments of one request: slots {slots}"
         self.total = sum(span.length for span in self.spans)
         table = [(s.slot, s.start, s.length, s.position, s.publish_from) for s in self.spans]
-        self.table_S5 = torch.tensor(table, dtype=torch.int64).reshape(-1, 5)
+        values = np.array(table, dtype=np.int64).reshape(-1, 5)
+        self._columns = tuple(np.ascontiguousarray(column) for column in values.T)
+        self.table_S5 = torch.from_numpy(values)
         self._groupings: dict[tuple[int, int], Grouping] = {}
 
     def grouping(self, ratio: int, ring: int) -> Grouping:
@@ -100,28 +106,26 @@ class Placement:
         return self._groupings[ratio, ring]
 
     def _group(self, ratio: int, ring: int) -> Grouping:
-        batch, slots, positions, counts, keep, cells = [], [], [], [], [], []
-        for span in self.spans:
-            first, stop = span.publish_from // ratio * ratio, span.stop // ratio * ratio
-            member_T = torch.arange(first, max(first, stop))
-            batch.append(member_T - span.position + span.start)
-            slots.append(torch.full((len(member_T),), span.slot))
-            positions.append(member_T)
-            counts.append(len(member_T) // ratio)
-            kept_T = torch.arange(max(span.position, span.stop - ring), span.stop)
-            keep.append(kept_T - span.position + span.start)
-            cells.append(span.slot * ring + kept_T % max(ring, 1))
-        row_M, slot_M, position_M = torch.cat(batch), torch.cat(slots), torch.cat(positions)
-        first_M = torch.cat([torch.full((count * ratio,), s.start) for s, count in zip(self.spans, counts, strict=True)])
-        early_E = (row_M < first_M).nonzero().squeeze(1)
-        cell_M = slot_M * ring + position_M % max(ring, 1)
-        return Grouping(
-            row_M.clamp_min(0).masked_fill(row_M < first_M, 0).unflatten(0, (-1, ratio)).to(self.device),
-            early_E.to(self.device),
-            cell_M[early_E].to(self.device),
-            slot_M[::ratio].to(self.device),
-            position_M[::ratio].to(self.device),
-            tuple(counts),
-            torch.cat(keep).to(self.device),
-            torch.cat(cells).to(self.device),
-        )
+        slot_S, start_S, _, position_S, publish_S = self._columns
+        stop_S = position_S + self._columns[2]
+        first_S = publish_S // ratio * ratio
+        count_S = np.maximum(stop_S // ratio * ratio - first_S, 0)
+        of_M, member_M = _ragged(first_S, count_S)
+        row_M = member_M - position_S[of_M] + start_S[of_M]
+        early_E = (row_M < start_S[of_M]).nonzero()[0]
+        ring_E = slot_S[of_M[early_E]] * ring + member_M[early_E] % max(ring, 1)
+        row_M[early_E] = 0
+        kept_S = np.maximum(position_S, stop_S - ring)
+        of_K, member_K = _ragged(kept_S, stop_S - kept_S)
+        keep_K = member_K - position_S[of_K] + start_S[of_K]
+        cell_K = slot_S[of_K] * ring + member_K % max(ring, 1)
+        arrays = (row_M.reshape(-1, ratio), early_E, ring_E, slot_S[of_M[::ratio]], member_M[::ratio], keep_K, cell_K)
+        batch, early, cells, slots, positions, keep, kept = (torch.from_numpy(x).to(self.device) for x in arrays)
+        return Grouping(batch, early, cells, slots, positions, tuple((count_S // ratio).tolist()), keep, kept)
+
+
+def _ragged(first_S: Ints, count_S: Ints) -> tuple[Ints, Ints]:
+    """Runs of consecutive numbers, `count` from `first` each: the run of each number and the numbers, all int64 [sum]."""
+    of_M = np.repeat(np.arange(len(first_S)), count_S)
+    before_S = np.cumsum(count_S) - count_S
+    return of_M, np.arange(len(of_M)) - before_S[of_M] + first_S[of_M]
