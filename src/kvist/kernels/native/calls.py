@@ -44,8 +44,7 @@ _SIGNATURES = {
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
 }
-_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_read_rows": ctypes.c_int64}
-_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_pages_attend": ctypes.c_int64}
+_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_pages_attend": ctypes.c_int64, "kvist_read_rows": ctypes.c_int64}
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)
 
 
