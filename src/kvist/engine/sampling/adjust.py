@@ -44,6 +44,11 @@ def not_finite(position: int) -> NonFiniteLogits:
 
 def adjust(logits_V: Row, params: SamplingParams, history: History | Ahead | None) -> None:
     """Apply penalties, then biases, to float32 logits in place; each change is computed in float64 and rounded once."""
+    with np.errstate(over="ignore"):  # `change` looks for infinity afterwards
+        _adjust(logits_V, params, history)
+
+
+def _adjust(logits_V: Row, params: SamplingParams, history: History | Ahead | None) -> None:
     if params.needs_history:
         assert history is not None, "penalties need the request's history"
         if isinstance(history, Ahead):

@@ -77,6 +77,7 @@ class Constraint:
         self.vocabulary, self.grammar, self.start_after = vocabulary, grammar, start_after
         self._tokens: list[int] = []
         self._begun = 0 if start_after is None else None  # accepted tokens before the grammar's first
+        self._behind = 0  # end tokens after the grammar's last token, which the stopped matcher does not take
         source = _checked_source(grammar)
         self._matcher = _with_deep_stack(lambda: _compile(vocabulary, source))
         self._raise_on_error()
@@ -137,7 +138,9 @@ class Constraint:
     def _advance(self, token: int) -> bool:
         if self._begun is not None and not self._matcher.try_consume_tokens([token]):
             self._raise_on_error()
-            return False
+            if not (self._matcher.is_stopped() and token in self.vocabulary.end_ids):
+                return False
+            self._behind += 1
         self._tokens.append(token)
         if self._begun is None and token == self.start_after:
             self._begun = self.accepted
@@ -147,9 +150,12 @@ class Constraint:
         """Take back the last `count` accepted tokens. Raises ValueError if fewer were accepted."""
         if not 0 <= count <= self.accepted:
             raise ValueError(f"cannot take back {count} of {self.accepted} tokens; take back at most all of them")
-        if self._begun is not None and (inside := min(count, self.accepted - self._begun)):
-            self._matcher.rollback(inside)
-            self._raise_on_error()
+        if self._begun is not None:
+            behind = min(count, self._behind)
+            self._behind -= behind
+            if inside := min(count, self.accepted - self._begun) - behind:
+                self._matcher.rollback(inside)
+                self._raise_on_error()
         del self._tokens[self.accepted - count :]
         if self._begun is not None and self.start_after is not None and self.accepted < self._begun:
             self._begun = None
@@ -158,14 +164,14 @@ class Constraint:
         """An independent copy in the same state; the compiled grammar is shared."""
         other = object.__new__(Constraint)
         other.vocabulary, other.grammar, other.start_after = self.vocabulary, self.grammar, self.start_after
-        other._tokens, other._begun = self._tokens.copy(), self._begun
+        other._tokens, other._begun, other._behind = self._tokens.copy(), self._begun, self._behind
         other._matcher, other._start = self._matcher.deep_copy(), self._start
         return other
 
     def _restore(self, tokens: list[int]) -> None:
         """Come back from a failed matcher, which cannot go on, by taking the accepted way again from the start."""
         self._matcher = self._start.deep_copy()
-        self._tokens, self._begun = [], 0 if self.start_after is None else None
+        self._tokens, self._begun, self._behind = [], 0 if self.start_after is None else None, 0
         for token in tokens:
             self.accept(token)
 
@@ -216,13 +222,15 @@ def _checked_source(grammar: Grammar) -> str:
         raise GrammarError(f"a schema is a JSON object or a boolean, got {type(schema).__name__}; wrap it")
     if schema is False:
         raise GrammarUnsatisfiable(f"{_no_text(grammar)} (the schema is false)")
+    source = "{}" if schema is True else grammar.source
     try:
         if endless(schema):
             raise GrammarUnsatisfiable(f"{_no_text(grammar)} (every value would be infinitely deep: a required part is itself)")
-    except RecursionError as error:
-        raise GrammarTooLarge("the schema is nested too deeply to check; flatten it with $defs and $ref") from error
-    source = "{}" if schema is True else grammar.source
-    return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _JSON_SPACE})
+        return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _JSON_SPACE})
+    except GrammarError:
+        raise
+    except (RecursionError, ValueError) as error:  # the library reads at most 128 levels
+        raise GrammarTooLarge(f"the schema is nested too deeply ({error}); flatten it with $defs and $ref") from error
 
 
 def _compile(vocabulary: GrammarVocabulary, source: str) -> LLMatcher:
