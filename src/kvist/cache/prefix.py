@@ -155,6 +155,10 @@ class PrefixIndex:
         """The key of a kept page, under which a tier may store its copy."""
         return self._table.key_of(page)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether the index keeps a page under this key (see `page_key`)."""
+        return self._table.find(key) is not None
+
     def match(self, query: PrefixQuery) -> Match:
         """The longest known beginning of the request. Time grows with the request's pages only.
 

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvist.cache.identity import numerics_string
+from kvist.cache.identity import numerics_string, root
 from kvist.cache.paged_memory import PagedMemory
+from kvist.cache.record import Buffer
+from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from kvist.engine.drafter import BlockDrafter, Drafter
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
@@ -27,12 +29,46 @@ from kvist.engine.reply import Reply
 from kvist.engine.request import Event, FinishedEvent, Job, Request, State, TokenEvent
 from kvist.engine.runner import Runner, StepResult
 from kvist.engine.sampler import Choice, choose
+from kvist.engine.sampling.constraint import Constraint, GrammarVocabulary
+from kvist.engine.sampling.grammar_text import GrammarError
 from kvist.engine.sampling.logprobs import row_logprobs
 from kvist.engine.sampling.params import SamplingParams
 from kvist.engine.scheduler import Closed, Extended, Opened, Piece, Scheduler, StepPlan, overdue
 from kvist.engine.speculation import AdaptivePolicy, FixedPolicy, VerifyPolicy
+from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.text.tokenizer import Tokenizer
+
+
+def numerics_name(numerics: Numerics) -> str:
+    """The numerics as they enter every page's identity."""
+    return numerics_string(
+        dtype=str(numerics.dtype).removeprefix("torch."),
+        impl=numerics.impl,
+        deterministic=numerics.deterministic,
+        quantise=numerics.quantise,
+    )
+
+
+def store_model(numerics: Numerics, fingerprint: bytes, page_tokens: int) -> bytes:
+    """What `PageStore.open` wants as `model` (16 bytes) for an engine with these numerics and pages."""
+    return root(fingerprint, numerics_name(numerics), b"", page_tokens)
+
+
+class DevicePages:
+    """The bytes of a memory's pages, for the tiers (`pages.PageBytes`)."""
+
+    def __init__(self, memory: PagedMemory) -> None:
+        self.memory = memory
+
+    def read(self, page: int) -> Buffer:
+        """See `pages.PageBytes`."""
+        return self.memory.page_view(page).cpu().numpy().data
+
+    def write(self, page: int, payload: Buffer) -> None:
+        """See `pages.PageBytes`."""
+        values = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self.memory.page_view(page).copy_(values)
 
 
 class _Row(NamedTuple):
@@ -57,6 +93,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         fingerprint: bytes | None = None,
+        tiers: Tiers | None = None,
         drafter: Drafter | None = None,
         policy: VerifyPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -64,10 +101,11 @@ class Engine:
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
         self.plan: MemoryPlan = plan_memory(model.config, config, dtype_bytes=model.numerics.dtype.itemsize)
         size = self.plan.layout.page_tokens
-        numerics = model.numerics
+        if tiers is not None and tiers.store is not None and fingerprint is None:
+            raise ValueError("pages on disk outlive the process, so the model must be named: give its fingerprint")
         self.memory = PagedMemory(
             model.config,
-            numerics,
+            model.numerics,
             pages=self.plan.pages,
             slots=self.plan.slots,
             verify_rows=self.plan.verify_rows,
@@ -79,13 +117,10 @@ class Engine:
             pages=self.plan.pages,
             page_tokens=size,
             fingerprint=os.urandom(32) if fingerprint is None else fingerprint,
-            numerics=numerics_string(
-                dtype=str(numerics.dtype).removeprefix("torch."),
-                impl=numerics.impl,
-                deterministic=numerics.deterministic,
-                quantise=numerics.quantise,
-            ),
+            numerics=numerics_name(model.numerics),
             replay=config.replay,
+            tiers=tiers,
+            content=DevicePages(self.memory),
         )
         self.scheduler = Scheduler(
             model.plan,
@@ -106,6 +141,7 @@ class Engine:
         self._outbox: dict[int, deque[Event]] = {}
         self._ended: list[Event] = []
         self._number = 0
+        self._grammars: GrammarVocabulary | None = None
 
     # ---- requests
 
@@ -138,13 +174,21 @@ class Engine:
         """Queue a request; its number. Raises what `check` raises, and QueueFull."""
         self.check(request)
         job = Job(self._number, request, self.clock())
-        job.reply = Reply(request, job.tokens.ids, self.model.config.eos_token_id, self.tokenizer)
+        constraint = None if request.grammar is None else Constraint(self._vocabulary(), request.grammar)
+        job.reply = Reply(request, job.tokens.ids, self.model.config.eos_token_id, self.tokenizer, constraint)
         self.pages.enter(job)
         self.scheduler.add(job)
         self._number += 1
         self.jobs[job.id] = job
         self.metrics.requests += 1
         return job.id
+
+    def _vocabulary(self) -> GrammarVocabulary:
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise ValueError("a grammar needs the vocabulary's spelling; make the engine with the model's tokenizer")
+            self._grammars = GrammarVocabulary(self.tokenizer, [self.model.config.eos_token_id])
+        return self._grammars
 
     def abort(self, number: int) -> None:
         """End a request at any moment; one that has ended already, or never was, changes nothing."""
@@ -211,10 +255,20 @@ class Engine:
         return events
 
     def _set_verify(self) -> None:
+        """How many drafts each job verifies: the policy's wish, what the reply may still hold, what its grammar allows."""
         jobs = [job for job in self.scheduler.running.values() if job.drafts and job.state is State.DECODE]
         for job, length in zip(jobs, self.policy.lengths([job.survival for job in jobs]), strict=True):
             left = job.request.max_tokens - job.new_tokens
             job.verify = max(0, min(length, len(job.drafts), left - 1))
+            job.verify = self._allowed(job, job.verify) or 0
+
+    def _allowed(self, job: Job, drafts: int) -> int | None:
+        """Drafts in order that the job's grammar allows; None (and the job ends) if it runs into a limit."""
+        try:
+            return job.reply.allowed(job.drafts[:drafts])
+        except GrammarError as error:
+            self._end(job, "error", error=error)
+            return None
 
     def _place(self, plan: StepPlan) -> None:
         """Apply the scheduler's placement changes to the memory, in their order."""
@@ -246,10 +300,10 @@ class Engine:
                 self._end(piece.job, "error", error=error, keep=False)
             elif piece.job.state is State.PREFILL:
                 self._prefilled(piece, result.logits_WV[at : at + count])
-                if count and piece.stop == len(piece.job):
+                if count and piece.stop == len(piece.job) and self._allowed(piece.job, 0) is not None:
                     rows.append(_Row(piece, 0))
                     index.append(at + count - 1)
-            else:
+            elif self._allowed(piece.job, piece.drafts) is not None:
                 rows += [_Row(piece, depth) for depth in range(count)]
                 index += range(at, at + count)
             at += count
@@ -261,6 +315,7 @@ class Engine:
             [job.request.sampling for job in jobs],
             [len(row.piece.job) + row.depth for row in rows],
             [row.piece.job.reply.behind(row.piece.job.drafts[: row.depth]) for row in rows],
+            [row.piece.job.reply.mask(row.depth) for row in rows],
         )
         events: list[Event] = []
         first = 0
@@ -297,7 +352,11 @@ class Engine:
             tokens.append(choice.token)
             details.append(choice.logprobs)
             job.tokens.append(choice.token)
-            text.append(reply.feed(choice.token))
+            try:
+                text.append(reply.feed(choice.token))
+            except GrammarError as limit:
+                error = limit
+                break
             if reply.reason is not None or depth >= piece.drafts or choice.token != job.drafts[depth]:
                 break
             accepted += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 
@@ -33,17 +34,17 @@ class Metrics:
 
 def collector(metrics: Metrics, gauges: Callable[[], Mapping[str, float]]) -> Any:
     """An object for a Prometheus registry: all counters, and gauges read when it is asked. ImportError without the client."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    core = import_module("prometheus_client.core")
 
     class Collector:
         def collect(self) -> Iterator[Any]:
             for name, value in metrics.counters().items():
-                yield CounterMetricFamily(f"kvist_{name}", f"{name.replace('_', ' ')} since start", value=value)
-            ended = CounterMetricFamily("kvist_ended", "requests ended, by reason", labels=["reason"])
+                yield core.CounterMetricFamily(f"kvist_{name}", f"{name.replace('_', ' ')} since start", value=value)
+            ended = core.CounterMetricFamily("kvist_ended", "requests ended, by reason", labels=["reason"])
             for reason, count in metrics.ended.items():
                 ended.add_metric([reason], count)
             yield ended
             for name, value in gauges().items():
-                yield GaugeMetricFamily(f"kvist_{name}", name.replace("_", " "), value=value)
+                yield core.GaugeMetricFamily(f"kvist_{name}", name.replace("_", " "), value=value)
 
     return Collector()

@@ -9,27 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, root
+from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, page_key, root
 from kvist.cache.pool import PagePool
-from kvist.cache.prefix import Lookup, LowerPage, PrefixIndex, PrefixQuery
+from kvist.cache.prefix import LowerPage, PrefixIndex, PrefixQuery
+from kvist.cache.record import Buffer, Page
+from kvist.cache.tiers import Tiers
 from kvist.config import LayerPlan
 from kvist.engine.replay import Replay
 from kvist.engine.request import Job
 from kvist.engine.scheduler import Hit
 
 
-class Restore(Protocol):
-    """How bytes of a page come back from a lower tier."""
+class PageBytes(Protocol):
+    """Where the bytes of device pages are."""
 
-    def __call__(self, page: int, key: bytes) -> bool:
-        """Fill `page` with the page stored under `key`; False if it is gone or damaged (a miss, counted by the tier)."""
+    def read(self, page: int) -> Buffer:
+        """The page's bytes now."""
+        ...
+
+    def write(self, page: int, payload: Buffer) -> None:
+        """Overwrite the page."""
         ...
 
 
 class Pages:
     """Implements `scheduler.PageBook` on a pool and an index; publishes pages of finite, committed tokens.
 
-    `fingerprint` and `numerics` tell models apart. `tiers` are asked by the index; `restore` brings their pages back.
+    `fingerprint` and `numerics` tell models apart. With `tiers`, published pages are offered to them and come back from there
+    through `content`. ValueError for tiers whose store belongs to another model or page size.
     """
 
     def __init__(
@@ -41,13 +48,22 @@ class Pages:
         fingerprint: bytes,
         numerics: str,
         replay: Replay = "bounded",
-        tiers: Sequence[Lookup] = (),
-        restore: Restore | None = None,
+        tiers: Tiers | None = None,
+        content: PageBytes | None = None,
     ) -> None:
-        self.plan, self.page_tokens, self.replay, self.restore = plan, page_tokens, replay, restore
+        assert tiers is None or content is not None, "tiers need the pages' bytes"
+        self.plan, self.page_tokens, self.replay = plan, page_tokens, replay
         self.fingerprint, self.numerics = fingerprint, numerics
+        self.tiers, self.content = tiers, content
+        if tiers is not None and tiers.store is not None:
+            model, held = root(fingerprint, numerics, b"", page_tokens), tiers.store.geometry
+            if (held.model, held.page_tokens) != (model, page_tokens):
+                raise ValueError(
+                    f"the page store is for model {held.model.hex()} with pages of {held.page_tokens} tokens, this engine is "
+                    f"{model.hex()} with {page_tokens}; open a store of its own"
+                )
         self.pool = PagePool(pages)
-        self.index = PrefixIndex(self.pool, page_tokens, tiers)
+        self.index = PrefixIndex(self.pool, page_tokens, () if tiers is None else tiers.lookups)
         self._roots: dict[bytes, bytes] = {}
 
     @property
@@ -71,6 +87,26 @@ class Pages:
         images = [ImageKey(image.content, image.start, image.tokens) for image in job.request.images]
         job.chain.extend(job.tokens.ids, images)
         job.replay_length = self.accepted(job)
+        self._prefetch(job)
+
+    def _prefetch(self, job: Job) -> None:
+        """Begin to read what only the disk has of the job's prefix, up to the first page that no tier has."""
+        if self.tiers is None or job.chain is None:
+            return
+        wanted = []
+        for digest in job.chain.digests:
+            keys = self._keys(digest, job.replay_length)
+            if any(self.index.holds(key) for key in keys):
+                continue
+            found = [(key, tier) for key, tier in zip(keys, self.tiers.where(keys), strict=True) if tier is not None]
+            if not found:
+                break
+            if found[0][1] == "disk":
+                wanted.append(found[0][0])
+        self.tiers.prefetch(wanted)
+
+    def _keys(self, digest: bytes, provenance: int) -> list[bytes]:
+        return [page_key(digest, kind) for kind in dict.fromkeys((EXACT, provenance))]
 
     def accepted(self, job: Job) -> int:
         """The provenance that a job accepts and gives besides EXACT: the length of its bounded replay."""
@@ -104,15 +140,16 @@ class Pages:
 
     def _restore(self, job: Job, lower: Sequence[LowerPage], whole: list[int], tiers: dict[str, int]) -> bool:
         """Bring whole pages back in order until one fails; True if all of them are exact."""
-        assert job.chain is not None and self.restore is not None
+        assert job.chain is not None and self.tiers is not None and self.content is not None
         exact = True
         for entry in lower:
             if entry.tokens < self.page_tokens or not self.available:
                 break
-            page = self.pool.allocate(1)[0]
-            if not self.restore(page, entry.key):
-                self.pool.release([page])
+            payload = self.tiers.get(entry.key)
+            if payload is None:
                 break
+            page = self.pool.allocate(1)[0]
+            self.content.write(page, payload)
             self.index.publish(job.chain, entry.number, [page], entry.provenance)
             whole.append(page)
             tiers[entry.tier] = tiers.get(entry.tier, 0) + self.page_tokens
@@ -136,11 +173,22 @@ class Pages:
         if full > job.published:
             provenance = self._provenance(job)
             fresh = job.pages[job.published : full]
-            if len(self.index.publish(job.chain, job.published, fresh, provenance)) < len(fresh):
+            holders = self.index.publish(job.chain, job.published, fresh, provenance)
+            if len(holders) < len(fresh):
                 # A page before was offered by another job and has been evicted since: offer all of them again.
-                self.index.publish(job.chain, 0, job.pages[:full], provenance)
+                holders = self.index.publish(job.chain, 0, job.pages[:full], provenance)[job.published :]
+            self._offer(job, provenance, [page for page, holder in zip(fresh, holders, strict=False) if page == holder])
             job.offered += fresh
             job.published = full
+
+    def _offer(self, job: Job, provenance: int, pages: Sequence[int]) -> None:
+        """Hand newly published pages to the lower tiers."""
+        if self.tiers is None or self.content is None:
+            return
+        assert job.chain is not None
+        for page in pages:
+            digest, parent = job.chain.identity(job.pages.index(page))
+            self.tiers.offer(Page(page_key(digest, provenance), self.content.read(page), self.page_tokens, provenance, parent))
 
     def leave(self, job: Job) -> None:
         """The job is about to give its pages up: offer the page that is not full too, for the tokens that it has."""

@@ -11,15 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.engine.request import Request
+from kvist.engine.sampling.constraint import Constraint, Mask
 from kvist.engine.sampling.history import Ahead, History
 from kvist.text.stops import StopMatcher
 from kvist.text.tokenizer import StreamDecoder, Tokenizer
 
 
 class Reply:
-    """One request's output side. ValueError for stop strings without a tokenizer."""
+    """One request's output side. ValueError for stop strings without a tokenizer.
 
-    def __init__(self, request: Request, prompt: npt.NDArray[np.int64], eos: int, tokenizer: Tokenizer | None) -> None:
+    `constraint`: the request's grammar, compiled; its state follows the tokens fed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: npt.NDArray[np.int64],
+        eos: int,
+        tokenizer: Tokenizer | None,
+        constraint: Constraint | None = None,
+    ) -> None:
         sampling = request.sampling
         if request.stops and tokenizer is None:
             raise ValueError(f"stop strings {request.stops!r} need text; make the engine with the model's tokenizer")
@@ -32,10 +43,18 @@ class Reply:
         self.reason: str | None = None
         self.stop: str | int | None = None
         self.prompt_logprobs: list[float] = []
+        self.constraint = constraint
+        self._masks: Mask | None = None
 
     def feed(self, token: int) -> str:
-        """Take the next token; the text that became certain. Sets `reason` when the reply ends: a stop before the limit."""
+        """Take the next token; the text that became certain. Sets `reason` when the reply ends: a stop before the limit.
+
+        Raises GrammarError if the grammar runs into a limit.
+        """
         self.count += 1
+        self._masks = None
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if self.history is not None:
             self.history.append(token)
         text = ""
@@ -61,3 +80,14 @@ class Reply:
     def behind(self, drafts: Sequence[int]) -> History | Ahead | None:
         """The history that the row behind these drafts needs."""
         return None if self.history is None else self.history.ahead(drafts)
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        """How many of these drafts, in order, the grammar allows; the masks of their rows are made. Raises GrammarError."""
+        if self.constraint is None:
+            return len(drafts)
+        self._masks = self.constraint.masks(drafts)
+        return len(self._masks) - 1
+
+    def mask(self, depth: int) -> Mask | None:
+        """What the grammar allows behind the first `depth` of the drafts last given to `allowed`; None: everything."""
+        return None if self._masks is None else self._masks[depth]

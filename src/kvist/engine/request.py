@@ -92,7 +92,9 @@ def _check_stops(stops: Sequence[object]) -> None:
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             shown = f"{len(stop)} characters" if isinstance(stop, str) else repr(stop)
-            raise ValueError(f"a stop string must have 1..{MAX_STOP_CHARACTERS} characters, got {shown}; shorten it or leave it out")
+            raise ValueError(
+                f"a stop string must have 1..{MAX_STOP_CHARACTERS} characters, got {shown}; shorten it or leave it out"
+            )
 
 
 class State(Enum):

@@ -256,8 +256,8 @@ class Scheduler:
         self._decodes(step)
         budget = float(self.mixed_cost if step.pieces else self.step_cost)
         turn = [job for job in self.running.values() if job.state is State.PREFILL]
-        while budget >= 1 + self.decoder_cost and (job := self._next(step, turn)) is not None:
-            budget -= self._prefill(step, job, budget)
+        while budget >= 1 + self.decoder_cost and (prefill := self._next(step, turn)) is not None:
+            budget -= self._prefill(step, prefill, budget)
         step.placement, self.pending = self.pending, []
         if len(self.queue.served) > ACCOUNTS:
             self.queue.forget_idle({job.request.tenant for job in self.running.values()})
