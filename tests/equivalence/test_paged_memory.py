@@ -5,24 +5,33 @@ Pages of 4 to 16 tokens, so that rows, pages and groups end at different places.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
+from kvist.config import ConfigError, replace
 from kvist.engine.session import Sequence, Session
 from kvist.model.initialise import random_model
-from kvist.model.memory import DenseMemory
+from kvist.model.memory import DenseMemory, Slot
 from kvist.model.numerics import Numerics
+from kvist.model.rows import Rows, Segment
 from kvist.model.transformer import Transformer
+from kvist.page_layout import PageLayout
+from kvist.plan.cache_bytes import CacheRow
 from kvist.presets import preset
 
 VERIFY = 6
+SPARE = range(128, 136)
 NUMERICS = {
     "ref": Numerics(),
     "deterministic": Numerics(deterministic=True),
     "cpu": Numerics(impl="cpu"),
     "bfloat16": Numerics(dtype=torch.bfloat16),
+    "cpu bfloat16": Numerics(impl="cpu", dtype=torch.bfloat16),
 }
 _models: dict[str, Transformer] = {}
 
@@ -35,8 +44,10 @@ def model_of(name: str) -> Transformer:
 
 
 def paged(model: Transformer, page_tokens: int = 8, slots: int = 8, pages: int = 128) -> PagedMemory:
-    """A memory whose slots all have pages for 96 tokens, taken from the pool in a scattered order."""
-    memory = PagedMemory(model.config, model.numerics, pages=pages, slots=slots, verify_rows=VERIFY, page_tokens=page_tokens)
+    """A memory whose slots share `pages` pages, taken from the pool in a scattered order; `SPARE` more belong to none."""
+    memory = PagedMemory(
+        model.config, model.numerics, pages=pages + len(SPARE), slots=slots, verify_rows=VERIFY, page_tokens=page_tokens
+    )
     free = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).tolist()
     each = pages // slots
     for slot in range(slots):
@@ -52,8 +63,12 @@ def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(4, 256, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize(("page_tokens", "chunk"), [(4, 1), (8, 3), (16, 7), (6, 64), (8, 16)])
+CHUNKS = [(4, 1), (8, 3), (16, 7), (6, 64), (8, 16)]
+CASES = [(name, *chunk) for name in ("deterministic", "cpu") for chunk in CHUNKS]
+CASES += [("ref", 8, 3), ("ref", 6, 64), ("bfloat16", 4, 7), ("bfloat16", 16, 64), ("cpu bfloat16", 8, 7)]
+
+
+@pytest.mark.parametrize(("numerics", "page_tokens", "chunk"), CASES)
 def test_prefill_and_decode_in_ragged_batches(numerics: str, page_tokens: int, chunk: int) -> None:
     model = model_of(numerics)
     lengths = (1, 5, 41, 12, 8)
@@ -70,3 +85,288 @@ def test_prefill_and_decode_in_ragged_batches(numerics: str, page_tokens: int, c
         logits.append([*steps, draft.logits_RBV, draft.confidence_RB])
     for index, (one, other) in enumerate(zip(*logits, strict=True)):
         assert torch.equal(one, other), f"step {index}: {(one - other).abs().max()}"
+
+
+Piece = tuple[int, Tensor, int, int, int]
+"""Slot, all token ids of the request, first and last position plus one to run, position to publish from."""
+
+
+def run(model: Transformer, memory: PagedMemory | DenseMemory, pieces: list[Piece], features: Tensor | None = None) -> Tensor:
+    """Logits of all rows of one ragged pass through all layers; `features` [1,D] replaces the embedding of row 0."""
+    segments, at, engram = [], 0, []
+    for slot, ids, start, stop, publish in pieces:
+        segments.append(Segment(slot=slot, start=at, length=stop - start, position=start, publish_from=publish))
+        origin = max(0, start - model.config.engram_max_ngram_size + 1)
+        rows = model.engram_ids(ids[origin:stop], torch.ones(stop - origin, dtype=torch.bool), start - origin)
+        assert rows is not None
+        engram.append(rows)
+        at += stop - start
+    ids_N = torch.cat([ids[start:stop] for _, ids, start, stop, _ in pieces])
+    batch = Rows(
+        token_ids_N=ids_N,
+        positions_N=torch.cat([torch.arange(start, stop) for _, _, start, stop, _ in pieces]),
+        text_N=torch.ones(len(ids_N), dtype=torch.bool),
+        segments=tuple(segments),
+        engram_LNX=torch.cat(engram, 1),
+        features_FD=features,
+        feature_rows_F=None if features is None else torch.tensor([0]),
+    )
+    with torch.inference_mode():
+        flow = model(batch, memory)  # type: ignore[arg-type]
+        assert model.mtp is not None
+        model.mtp.observe(flow.targets, batch, memory)
+        return model.logits(flow)
+
+
+def whole(slot: int, ids: Tensor, start: int, stop: int) -> Piece:
+    return slot, ids, start, stop, start
+
+
+def page_bytes(memory: PagedMemory, slot: int, tokens: int) -> Tensor:
+    """The bytes of a slot's rows that stand for its first `tokens` tokens, page by page."""
+    parts = []
+    for plane in memory.layout.planes:
+        pages = memory.bytes_PB[memory.rows.table[slot, : memory.rows.held[slot]].long()]
+        rows = pages[:, plane.offset : plane.offset + plane.nbytes].unflatten(1, (plane.rows, plane.row_bytes)).flatten(0, 1)
+        parts.append(rows[: tokens // plane.ratio].flatten())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("hit", "suffix"), [(40, 7), (24, 30), (8, 1), (12, 2), (2, 5)])
+def test_replay_beside_other_requests_is_that_of_the_dense_memory(numerics: str, hit: int, suffix: int) -> None:
+    """A hit whose windows are rebuilt (PFX-03, PFX-05): stored rows untouched, windows from the replay's start only."""
+    model = model_of(numerics)
+    shared, other = tokens(hit + suffix + 3, 5), tokens(60, 6)
+    start, window = max(0, hit - model.plan.window), model.plan.window
+    pages_memory, reference = paged(model), dense(model)
+    for memory in (pages_memory, reference):
+        run(model, memory, [whole(0, shared, 0, hit), whole(1, other, 0, 33)])
+    warm = Slot()
+    warm.main, warm.keys = reference.slots[0].fork().main, reference.slots[0].fork().keys
+    reference.slots[2] = warm
+    prefix = pages_memory.rows.table[0, : -(-hit // 8)].tolist()
+    if hit % 8:
+        pages_memory.copy_page(prefix[-1], SPARE[0])
+        prefix[-1] = SPARE[0]
+    pages_memory.open(2, [*prefix, *SPARE[1:]], hit)
+    before = page_bytes(pages_memory, 2, hit).clone()
+    logits = []
+    for memory in (pages_memory, reference):
+        logits.append(
+            run(model, memory, [whole(1, other, 33, 34), (2, shared, start, hit + suffix, hit), whole(0, other, hit, hit + 1)])
+        )
+        logits.append(run(model, memory, [(2, shared, hit + suffix, hit + suffix + 3, 0), whole(1, other, 34, 35)]))
+    assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
+    assert torch.equal(page_bytes(pages_memory, 2, hit), before)
+    for layer in range(len(model.plan.layers)):
+        held = pages_memory.window(layer, 2, hit + suffix + 3)
+        assert torch.equal(held, reference.slots[2].windows[layer][-len(held) :])
+        assert len(held) == min(window, hit + suffix + 3 - start)
+
+
+def test_replay_in_pieces_gives_the_bits_of_replay_at_once() -> None:
+    """A replay that a chunk limit cuts, also inside a group: only `publish_from` decides what is written."""
+    model, ids = model_of("deterministic"), tokens(48, 9)
+    results = []
+    for cuts in ([24, 48], [24, 27, 31, 32, 35, 48], [24, 25, 26, 33, 48]):
+        memory = paged(model)
+        run(model, memory, [whole(0, ids, 0, 32)])
+        memory.open(1, memory.rows.table[0, : memory.rows.held[0]].tolist(), 32)
+        parts = [run(model, memory, [(1, ids, a, b, 32)]) for a, b in pairwise(cuts)]
+        results.append((torch.cat(parts), page_bytes(memory, 1, 48)))
+    for logits, stored in results[1:]:
+        assert torch.equal(logits, results[0][0]) and torch.equal(stored, results[0][1])
+
+
+def with_ratio(ratio: int) -> Transformer:
+    """`tiny`, or the same with its ratio-2 sources at another ratio."""
+    name = f"ratio {ratio}"
+    if name not in _models:
+        config = replace(preset("tiny"), compress_ratios=(0, 0, ratio, ratio, 1, 1, 1, 1, 0, 0, 0))
+        _models[name] = random_model(config, NUMERICS["cpu"], 3)
+    return _models[name]
+
+
+@pytest.mark.parametrize("ratio", [2, 4])
+@pytest.mark.parametrize("width", [1, 2, 5, 6])
+def test_rejected_drafts_leave_no_trace(ratio: int, width: int) -> None:
+    """SPC-01: every accept length at 16 start positions; a slot each. What follows is what follows without the drafts."""
+    model, ids, starts = with_ratio(ratio), tokens(64, 4), range(20, 36)
+    drafted, clean = (paged(model, page_tokens=8, slots=width + 1) for _ in range(2))
+    layers = len(model.plan.layers) + len(model.plan.drafts)
+    for start in starts:
+        wrong = [torch.cat([ids[: start + taken], 260 - ids[start + taken :]]) for taken in range(width + 1)]
+        for memory in (drafted, clean):
+            for slot in range(width + 1):
+                pages = memory.rows.table[slot, : memory.rows.held[slot]].tolist()
+                memory.open(slot, pages, 0)
+            run(model, memory, [whole(slot, ids, 0, start) for slot in range(width + 1)])
+        run(model, drafted, [whole(taken, wrong[taken], start, start + width) for taken in range(width + 1)])
+        # The clean memory runs a pass of the same shape, so that a row's bits may be compared, without rejected rows' tokens.
+        run(model, clean, [whole(taken, ids, start, start + width) for taken in range(width + 1)])
+        logits = [run(model, m, [whole(n, ids, start + n, start + n + 5) for n in range(width + 1)]) for m in (drafted, clean)]
+        assert torch.equal(logits[0], logits[1]), start
+        for taken in range(width + 1):
+            stop = start + taken + 5
+            assert torch.equal(page_bytes(drafted, taken, stop), page_bytes(clean, taken, stop)), (start, taken)
+            for layer in range(layers):
+                assert torch.equal(drafted.window(layer, taken, stop), clean.window(layer, taken, stop)), (start, taken, layer)
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_rejected_drafts_leave_no_trace_to_the_bit(width: int) -> None:
+    """The same against the plain forward in `deterministic` numerics, drafts in a batch with another request (SPC-03)."""
+    model, ids, other = model_of("deterministic"), tokens(48, 4), tokens(48, 8)
+    clean = paged(model)
+    full = run(model, clean, [whole(0, ids, 0, 44), whole(1, other, 0, 44)])
+    for start in (19, 20, 23):
+        for taken in range(0, width + 1, 2 if width > 1 else 1):
+            memory = paged(model)
+            run(model, memory, [whole(0, ids, 0, start), whole(1, other, 0, 30)])
+            drafted = torch.cat([ids[: start + taken], 260 - ids[start + taken :]])
+            logits = run(model, memory, [whole(1, other, 30, 31), whole(0, drafted, start, start + width)])
+            assert torch.equal(logits[1 : 1 + taken], full[start : start + taken])
+            logits = run(model, memory, [whole(0, ids, start + taken, 44), whole(1, other, 31, 33)])
+            assert torch.equal(logits, torch.cat([full[start + taken : 44], full[75:77]])), (start, taken)
+            assert torch.equal(page_bytes(memory, 0, 44), page_bytes(clean, 0, 44))
+
+
+def test_a_slot_used_again_shows_nothing_of_its_last_request() -> None:
+    """PFX-01, SPC-03: the next request of a slot, in pages full of NaN, gives the bits of a fresh memory."""
+    model, ids = model_of("cpu"), tokens(50, 11)
+    fresh, used = paged(model), paged(model)
+    broken = torch.full((1, model.config.dim), torch.nan)
+    run(model, used, [whole(3, tokens(60, 12), 0, 60)], broken)
+    pages = used.rows.table[3, : used.rows.held[3]].tolist()
+    used.close(3)
+    used.open(3, pages, 0)
+    for start, stop in ((0, 13), (13, 14), (14, 50)):
+        assert torch.equal(run(model, used, [whole(3, ids, start, stop)]), run(model, fresh, [whole(3, ids, start, stop)]))
+
+
+@pytest.mark.parametrize("numerics", ["ref", "cpu", "deterministic"])
+def test_broken_rows_of_one_request_leave_the_others_unchanged(numerics: str) -> None:
+    model = model_of(numerics)
+    results = []
+    for value in (0.5, torch.nan):
+        memory = paged(model)
+        run(model, memory, [whole(0, tokens(20, 1), 0, 20), whole(1, tokens(20, 2), 0, 20), whole(2, tokens(9, 3), 0, 9)])
+        features = torch.full((1, model.config.dim), value)
+        parts = [run(model, memory, [whole(0, tokens(25, 1), 20, 25), whole(1, tokens(21, 2), 20, 21)], features)[5:]]
+        parts.append(run(model, memory, [whole(1, tokens(30, 2), 21, 30), whole(2, tokens(30, 3), 9, 30)]))
+        results.append(torch.cat(parts))
+        broken = run(model, memory, [whole(0, tokens(26, 1), 25, 26)])
+        assert bool(broken.isnan().any()) == (value != 0.5)
+    assert torch.equal(results[0], results[1])
+
+
+def test_a_copied_partial_page_goes_its_own_way() -> None:
+    """Two requests that share 20 tokens, pages of 8: the third page is copied, the first two stay shared."""
+    model = model_of("deterministic")
+    one, two = tokens(40, 21), torch.cat([tokens(40, 21)[:20], tokens(20, 22)])
+    memory, alone = paged(model), paged(model)
+    run(model, memory, [whole(0, one, 0, 21)])
+    shared = memory.rows.table[0, :3].tolist()
+    memory.copy_page(shared[2], SPARE[0])
+    memory.open(7, [*shared[:2], *SPARE], 20)
+    run(model, memory, [(7, two, 0, 40, 20), whole(0, one, 21, 40)])
+    run(model, alone, [whole(0, one, 0, 40), whole(1, two, 0, 40)])
+    assert torch.equal(page_bytes(memory, 0, 40), page_bytes(alone, 0, 40))
+    assert torch.equal(page_bytes(memory, 7, 40), page_bytes(alone, 1, 40))
+
+
+def test_a_page_moved_through_bytes_reads_the_same() -> None:
+    """What tiers do: bytes out of one page and into another of a second memory, then the request goes on there."""
+    model, ids = model_of("cpu"), tokens(40, 31)
+    first, second = paged(model), paged(model)
+    run(model, first, [whole(0, ids, 0, 32)])
+    target = second.rows.table[5, : second.rows.held[5]].tolist()
+    for page, place in zip(first.rows.table[0, :4].tolist(), target, strict=False):
+        second.page_view(place).copy_(torch.frombuffer(bytearray(first.page_view(page).numpy().tobytes()), dtype=torch.uint8))
+    second.open(5, target, 32)
+    first.open(1, first.rows.table[0, : first.rows.held[0]].tolist(), 32)
+    logits = [run(model, memory, [(slot, ids, 24, 40, 32)]) for memory, slot in ((first, 1), (second, 5))]
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_draft_windows_after_a_hit_hold_replayed_entries_only() -> None:
+    """SPC-15: the first proposal after a replay of the whole window equals the cold one; a shorter window is not padded."""
+    model, ids = model_of("deterministic"), tokens(70, 41)
+    assert model.mtp is not None
+    cold, warm = paged(model), paged(model)
+    for memory in (cold, warm):
+        run(model, memory, [whole(0, ids, 0, 64)])
+    pages = warm.rows.table[0, : warm.rows.held[0]].tolist()
+    run(model, cold, [whole(0, ids, 64, 70)])
+    drafts = [model.mtp(torch.tensor([9]), torch.tensor([69]), [0], cold, model.embed, model.head)]
+    draft_layers = [spec.index for spec in model.plan.drafts]
+    for start in (0, 62, 66):
+        if start != 66:
+            warm.open(1, pages, 64)
+            run(model, warm, [(1, ids, start, 70, 64)])
+        else:
+            warm.open(1, pages[:8] + pages[9:], 64)
+            run(model, warm, [whole(1, ids, 64, 66)])
+            run(model, warm, [whole(1, ids, 66, 70)])
+        drafts.append(model.mtp(torch.tensor([9]), torch.tensor([69]), [1], warm, model.embed, model.head))
+        held = {len(warm.window(layer, 1, 70)) for layer in draft_layers}
+        assert held == {min(model.plan.window, 70 - min(start, 64))}
+    assert torch.equal(drafts[0].logits_RBV, drafts[1].logits_RBV)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("v41-flash", 890), ("nano", None), ("tiny", None)])
+def test_bytes_a_token_are_those_of_the_plan(name: str, expected: int | None) -> None:
+    config = preset(name)
+    memory = PagedMemory(config, Numerics(dtype=torch.bfloat16), pages=2, slots=1, verify_rows=6)
+    rows = [
+        CacheRow(layers=1, ratio=spec.ratio, main_bytes=config.main_row_bytes, key_bytes=config.key_row_bytes)
+        for spec in config.plan.kv_sources
+    ]
+    planned = sum(row.bytes_per_token for row in rows)
+    tokens_held = 2 * memory.layout.page_tokens
+    assert memory.bytes_PB.nbytes - 2 * memory.layout.padding_bytes == planned * tokens_held
+    assert PageLayout.of(config).bytes_per_token == planned
+    if expected is not None:
+        assert memory.bytes_PB.nbytes == expected * tokens_held
+
+
+def test_nothing_grows() -> None:
+    """CMP-09 and the budget: state has the size it was made with, whatever passes through."""
+    model = model_of("cpu")
+    memory = paged(model)
+    tensors = [memory.bytes_PB, memory.rings.values, memory.rows.table, *(t.kv for t in memory.tails.values())]
+    before = [(t.data_ptr(), t.nbytes) for t in tensors]
+    for tail, spec in zip(memory.tails.values(), model.plan.kv_sources, strict=False):
+        assert tail.size == spec.ratio - 1 + VERIFY
+    run(model, memory, [whole(slot, tokens(90, slot), 0, 90) for slot in range(4)])
+    after = [memory.bytes_PB, memory.rings.values, memory.rows.table, *(t.kv for t in memory.tails.values())]
+    assert [(t.data_ptr(), t.nbytes) for t in after] == before
+
+
+BAD: list[tuple[str, Callable[[PagedMemory], object]]] = [
+    ("ends inside a group", lambda m: m.open(0, [1, 2], 3)),
+    ("slot 8 is outside", lambda m: m.open(8, [1], 0)),
+    ("page 136 is outside", lambda m: m.open(0, [1, 136], 0)),
+    ("hold 8 tokens, 16 are needed", lambda m: m.open(0, [1], 16)),
+    ("exceed", lambda m: m.extend(0, [1] * 200)),
+    ("slot 6 is not open", lambda m: (m.close(6), m.extend(6, [1]))),
+    ("hold 128 tokens, 140 are needed", lambda m: run(model_of("cpu"), m, [whole(0, tokens(140), 0, 140)])),
+]
+
+
+@pytest.mark.parametrize(("message", "act"), BAD)
+def test_misuse_is_named(message: str, act: Callable[[PagedMemory], object]) -> None:
+    with pytest.raises(ValueError, match=message):
+        act(paged(model_of("cpu")))
+
+
+def test_impossible_sizes_are_named() -> None:
+    config = preset("tiny")
+    for name in ("pages", "slots", "verify_rows"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            PagedMemory(config, Numerics(), **{"pages": 1, "slots": 1, "verify_rows": 1, name: 0})
+    with pytest.raises(ValueError, match="quantised bytes only"):
+        PagedMemory(config, Numerics(quantise=False), pages=1, slots=1, verify_rows=1)
+    with pytest.raises(ConfigError, match="page_tokens is 7"):
+        PagedMemory(config, Numerics(), pages=1, slots=1, verify_rows=1, page_tokens=7)

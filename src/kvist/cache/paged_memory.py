@@ -228,7 +228,7 @@ class PagedMemory:
                 )
             )
             self.rings.write(layer, span.slot, span.position, window_NC[at])
-        return torch.cat(outs)
+        return torch.cat(outs) if outs else torch.empty_like(q_NHC)
 
     def attend_block(self, layer: int, rows: BatchRows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
         """Every query sees its request's last `window` entries and the whole block, in both directions; nothing is kept."""
@@ -244,7 +244,7 @@ class PagedMemory:
             size = self.plan.window + span.length
             impl = self.numerics.query_impl
             outs.append(sparse_attention(q_NHC[at], keys_TC, span_N2, None, None, sink_H, window=size, impl=impl))
-        return torch.cat(outs)
+        return torch.cat(outs) if outs else torch.empty_like(q_NHC)
 
     def write_window(self, layer: int, rows: BatchRows, window_NC: Tensor) -> None:
         """Keep window entries without attending (the draft blocks' view of accepted tokens)."""

@@ -35,7 +35,8 @@ def route_ref(
     scores_NE = scores_ref(x_ND, gate_ED, temperature=temperature, impl=impl)
     biased_NE = scores_NE.detach() + torch.where(text_N.unsqueeze(1), bias_text_E, bias_image_E)
     ids_NK = top_rows(biased_NE, torch.ones_like(biased_NE, dtype=torch.bool), k)
-    weights_NK = scores_NE.gather(1, ids_NK)
+    # A row that is not finite chooses nothing (-1, weight 0): it must not take its neighbours' pass down with it.
+    weights_NK = scores_NE.gather(1, ids_NK.clamp_min(0)).masked_fill(ids_NK < 0, 0.0)
     if normalise:
         weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + 1e-20)
     return ids_NK, weights_NK * scale
