@@ -13,6 +13,8 @@ from benchmarks.cases import Benchmark
 MODULES: dict[str, str] = {
     "nano-decode-b1": "nano_decode",
     "nano-prefill": "nano_prefill",
+    "prefix-lookup": "prefix_lookup",
+    "page-bookkeeping": "page_bookkeeping",
 }
 
 

@@ -99,11 +99,11 @@ class World:
         tokens: list[int] = []
         # Few fragments in few orders: prefixes are shared, part ways inside pages, and come back.
         for _ in range(rng.randint(1, 5)):
-            fragment = random.Random(rng.randint(0, 5))
+            fragment = random.Random(rng.randint(0, 3))
             tokens += [fragment.randint(0, 3) for _ in range(fragment.choice([3, 5, 8, 13]))]
         images = []
-        if rng.random() < 0.4:
-            images = [ImageKey(rng.choice(PICTURES), rng.choice([0, 5]), rng.choice([2, 7]))]
+        if rng.random() < 0.5:
+            images = [ImageKey(rng.choice(PICTURES), rng.choice([0, 3]), rng.choice([2, 7]))]
         images = [image for image in images if image.end <= len(tokens)]
         tenant = rng.randrange(2)
         chain = Chain(root(b"m" * 32, "toy", bytes([tenant]), self.size), self.size)

@@ -406,6 +406,17 @@ def test_a_pinned_prefix_stays(shop: Shop) -> None:
     assert (shop.pool.free, shop.index.pins) == (64, 0)
 
 
+def test_a_pinned_partial_page_outlives_the_longer_one(shop: Shop) -> None:
+    a = ids(8)
+    shop.store(a[:6])
+    pin = shop.index.pin(PrefixQuery(shop.chain(a[:6])))
+    shop.store(a)
+    while shop.index.evict_one() is not None:
+        shop.index.check()
+    assert shop.hit(a).tokens == 6
+    shop.index.unpin(pin)
+
+
 def test_stored_ends_are_bounded_and_pages_without_them_go() -> None:
     shop = Shop(pages=512)
     for seed in range(100):
