@@ -22,7 +22,7 @@ FILE_NAME: Final = "pages.kv"
 HEAD_MAGIC: Final = b"KVISTSTO"
 FORMAT_VERSION: Final = 1
 HEAD_BYTES: Final = 4096
-HEAD: Final = struct.Struct("<8sIIIII16s16s")
+HEAD: Final = struct.Struct("<8sIIIII16s16s4x")
 _COPIES: Final = (0, HEAD_BYTES // 2)
 _MAX_VECTORS: Final = 960  # below IOV_MAX of every system met (1,024)
 

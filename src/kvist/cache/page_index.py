@@ -16,7 +16,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -258,6 +258,9 @@ class PageIndex:
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+                # If the journal could not grow, folding it makes room for the next transaction.
+                with suppress(sqlite3.Error):
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 raise
 
 

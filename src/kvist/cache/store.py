@@ -46,6 +46,8 @@ from kvist.cache.store_errors import ReadOnlyStore
 SYNC_S: Final = 1.0
 NEGATIVE_S: Final = 60.0
 """How long a page is not tried again after an I/O error; one that was damaged is not tried again at all."""
+FULL_S: Final = 60.0
+"""How long a store whose disk was full replaces its own pages before it tries to grow again."""
 _BATCH_BYTES: Final = 8 << 20
 _MOST_REMEMBERED: Final = 65_536
 _FOREVER: Final = float("inf")
@@ -65,6 +67,7 @@ class PageStore:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._negative: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._doomed: list[tuple[Entry, bytes | None]] = []
+        self._ceiling, self._ceiling_until = UNLIMITED, 0.0
         self._synced, self._unsynced, self._bad_index = time.monotonic(), False, False
         self._index, made_again = open_index(folder, file, read_only=self.read_only)
         self.counters.index_rebuilds += made_again
@@ -312,7 +315,8 @@ class PageStore:
                 fresh.setdefault(page.key, page)
             else:
                 there.append(page.key)
-        self.touch(there)
+        if there:
+            self._index.touch(there[::-1])  # at once, so that making room for the others does not take them
         wanted = list(fresh.values())[: self._capacity]
         slots = self._make_room(len(wanted))
         written = {page.key for page in wanted[: self._write(wanted[: len(slots)], slots)]}
@@ -322,12 +326,13 @@ class PageStore:
         return len(there) + sum(page.key in written for page in pages)
 
     def _make_room(self, count: int) -> list[int]:
-        slots = self._index.free_slots(count, self._capacity)
+        capacity = min(self._capacity, self._ceiling) if time.monotonic() < self._ceiling_until else self._capacity
+        slots = self._index.free_slots(count, capacity)
         if len(slots) < count:
             # A little more than needed, so that a full store does not pay two transactions for every batch.
             spare = min(self._pages // 64, 256)
             self._count("evicted", self._index.evict(count - len(slots) + spare))
-            slots = self._index.free_slots(count, self._capacity)
+            slots = self._index.free_slots(count, capacity)
         return slots
 
     def _write(self, pages: Sequence[Page], slots: Sequence[int]) -> int:
@@ -349,7 +354,7 @@ class PageStore:
                 raise
             self._count("full")
             self._stop_growing()
-            log.warning("%s: no room on the disk; from now on old pages make way: %s", self.folder, error)
+            log.warning("%s: no room on the disk; old pages make way: %s", self.folder, error)
         if written:
             keys = [page.key for page in pages[:written]]
             self._index.publish(list(zip(keys, slots[:written], strict=True)), sequences[:written])
@@ -361,7 +366,7 @@ class PageStore:
 
     def _stop_growing(self) -> None:
         used, _, _ = self._index.state()
-        self._capacity = max(used, 1)
+        self._ceiling, self._ceiling_until = max(used, 1), time.monotonic() + FULL_S
         with suppress(OSError):  # the cut only gives back the part of a slot that was written in vain
             self._file.cut(min(used, self._file.slots))
 
