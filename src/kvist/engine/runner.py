@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
+from kvist.checkpoint.engram_store import StoredTable
+from kvist.checkpoint.reads import ReadFailed
 from kvist.engine.batch import BatchBuilder, FeatureCache
 from kvist.engine.request import Job
 from kvist.engine.scheduler import Piece
 from kvist.kernels.native import one_torch_thread
+from kvist.model.block import Block
 from kvist.model.dspark import Draft
 from kvist.model.memory import Shared
 from kvist.model.rows import Rows, Segment
@@ -43,6 +46,8 @@ class Runner:
         self.batch = BatchBuilder(model, self.features, self.device)
         self.layers, self.split = len(self.plan.layers), self.plan.decoder_start
         self.rows = self.tail_rows = 0
+        blocks = (model.layers[layer] for layer in model.config.engram_layer_ids)
+        self.readers = [block.engram.reader for block in blocks if isinstance(block, Block) and block.engram is not None]
         low = [layer for layer in model.targets if layer < self.split]
         if low and self.split < self.layers:
             raise ValueError(f"draft blocks read layers {low} of the encoder half; the decoder half starts at {self.split}")
@@ -50,6 +55,38 @@ class Runner:
     def guard(self) -> AbstractContextManager[object]:
         """Where operators are native, torch's own threads stay out of their way."""
         return one_torch_thread() if self.model.numerics.product_impl == "cpu" else nullcontext()
+
+    @torch.inference_mode()
+    def check(self, pieces: Sequence[Piece]) -> dict[int, Exception]:
+        """What a pass would need from outside and cannot get, by piece: images that fail, table rows that cannot be read.
+
+        Read before the pass, so that a failure is that request's only and no ring has been touched.
+        """
+        failed: dict[int, Exception] = {}
+        for number, piece in enumerate(pieces):
+            try:
+                self.batch.fetch(piece)
+            except Exception as error:  # noqa: BLE001  # handed to the request whose image it is
+                failed[number] = error
+        tables = [(place, reader) for place, reader in enumerate(self.readers) if isinstance(reader, StoredTable)]
+        if not tables:
+            return failed
+        sound = [number for number in range(len(pieces)) if number not in failed]
+        if sound and self._read(tables, [pieces[number] for number in sound]) is not None:
+            for number in sound:
+                if (unread := self._read(tables, [pieces[number]])) is not None:
+                    failed[number] = unread
+        return failed
+
+    def _read(self, tables: list[tuple[int, StoredTable]], pieces: Sequence[Piece]) -> ReadFailed | None:
+        engram_LNX = self.batch.engram(pieces)
+        assert engram_LNX is not None
+        try:
+            for place, reader in tables:
+                reader.rows(engram_LNX[place])
+        except ReadFailed as error:
+            return error
+        return None
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> StepResult:
