@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvist.engine.sampler import Choice, SamplingParams, choose, gumbel_noise, sample
 from kvist.engine.sampling.filters import distribution
 from kvist.engine.sampling.history import Ahead, History
-from kvist.engine.sampling.noise import uniform_at, uniform_stream
 
 TOP_P = st.one_of(st.just(1.0), st.floats(0.01, 1))
 WISHES = st.builds(
@@ -77,19 +76,6 @@ def test_pruned_draws_equal_full_ones_on_wide_rows(size: int) -> None:
             probs = torch.from_numpy(distribution(logits.numpy(), params))
             noisy = torch.where(probs > 0, logits.double(), -torch.inf) + gumbel_noise(seed, 77, size).double()
             assert sample(logits, params, 77) == int(noisy.argmax())
-
-
-@settings(deadline=None)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    position=st.integers(0, 2**63),
-    use=st.integers(0, 3),
-    ids=st.lists(st.integers(0, 4000), min_size=1),
-)
-def test_single_entries_of_a_noise_stream_equal_the_stream(seed: int, position: int, use: int, ids: list[int]) -> None:
-    stream = uniform_stream(seed, position, max(ids) + 1, use)
-    keys = (np.full(len(ids), key, np.uint64) for key in (seed, position))
-    assert np.array_equal(uniform_at(*keys, np.array(ids), use), stream[ids])
 
 
 def random_rows(dice: random.Random, count: int, size: int) -> list[tuple]:

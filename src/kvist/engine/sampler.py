@@ -23,7 +23,7 @@ from kvist.engine.sampling.params import SamplingParams
 __all__ = ["Choice", "Mask", "SamplingParams", "choose", "filter_logits", "gumbel_noise", "sample"]
 
 # Rows are worked on in blocks of about this many logits, so that a block's float64 arrays stay in a core's cache.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 16
 
 
 class Choice(NamedTuple):

@@ -18,15 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvist.engine.sampling.noise import Floats, Ids, gumbel, uniform_at, uniform_stream
+from kvist.engine.sampling.noise import gumbel
 from kvist.engine.sampling.params import SamplingParams
+from kvist.kernels.keyed_uniform import Floats, Ids, uniform_at, uniform_stream
 
 Logits: TypeAlias = NDArray[np.float32]
 
-# Sorting is for the head of a row only: ids within these factors of the best one, tried in turn until the filter is settled.
-_HEADS = (2.0**-7, 2.0**-14, 2.0**-28, 0.0)
+# First try: only ids within this factor of the best one, if they are few, are sorted: peaked rows, all at once.
+_HEAD, _HEAD_IDS = 2.0**-10, 1024
+# Second try, for flat rows: ids are counted and weighed in buckets by the leading bits of e, 32 to the octave, and only the
+# buckets in which a filter ends are sorted. The last bucket holds all below 2^-60.
+_BUCKET_SHIFT, _LAST_BUCKET = 47, 60 * 32
+_TOP_BUCKET = int(np.float64(1).view(np.int64)) >> _BUCKET_SHIFT
 # Computing single entries of a noise stream pays below one entry in this many.
-_SPARSE = 16
+_SPARSE = 6
 # Relative slack of the bound that prunes a draw, far above what rounding the noise to float32 can move (37 * 2^-24).
 _SLACK = 1 + 1e-4
 
@@ -54,64 +59,91 @@ def survivors(scaled_RV: Floats, weights_RV: Floats, params: Sequence[SamplingPa
         if wish.top_k or wish.top_p < 1:
             heads.append(row)
         elif wish.min_p:
-            ids = np.flatnonzero(weights_RV[row] >= wish.min_p)
-            found[row] = Survivors(ids, scaled_RV[row, ids], weights_RV[row, ids])
-    pending = np.array(heads, dtype=np.int64)
-    for factor in _HEADS:
-        if not len(pending):
-            break
-        settled = _try_heads(scaled_RV, weights_RV, [params[row] for row in pending], pending, factor, found)
-        pending = pending[~settled]
+            found[row] = _take(scaled_RV[row], weights_RV[row], np.flatnonzero(weights_RV[row] >= wish.min_p))
+    if heads:
+        _settle_heads(scaled_RV, weights_RV, [params[row] for row in heads], np.array(heads), found)
+    for row in heads:
+        if found[row] is None:
+            kept_V = _settle_flat(scaled_RV[row], weights_RV[row], params[row])
+            found[row] = _take(scaled_RV[row], weights_RV[row], np.flatnonzero(kept_V))
     return found
 
 
-def _try_heads(
-    scaled_RV: Floats,
-    weights_RV: Floats,
-    params: list[SamplingParams],
-    rows: Ids,
-    factor: float,
-    found: list[Survivors | None],
-) -> NDArray[np.bool_]:
-    """Filter `rows` on their ids within `factor` of the best; fills `found` and tells which rows that was enough for."""
-    every = weights_RV if len(rows) == len(weights_RV) else weights_RV[rows]
-    inside = every >= factor if factor else every > 0
-    where, ids = np.nonzero(inside)
-    counts = np.bincount(where, minlength=len(rows))
-    column = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
-    shape = len(rows), int(counts.max())
-    ids_PH, scaled_PH, weights_PH = np.zeros(shape, np.int64), np.full(shape, -np.inf), np.zeros(shape)
-    ids_PH[where, column], scaled_PH[where, column] = ids, scaled_RV[rows[where], ids]
-    weights_PH[where, column] = every[where, ids]
+def _take(scaled_V: Floats, weights_V: Floats, ids: Ids) -> Survivors:
+    return Survivors(ids, scaled_V[ids], weights_V[ids])
+
+
+def _settle_heads(
+    scaled_RV: Floats, weights_RV: Floats, params: list[SamplingParams], rows: Ids, found: list[Survivors | None]
+) -> None:
+    """Filter `rows` on their ids within `_HEAD` of the best; fills `found` for the rows for which that is enough."""
+    inside_RV = weights_RV >= _HEAD
+    few = np.count_nonzero(inside_RV, axis=1)[rows] <= _HEAD_IDS
+    rows, params = rows[few], [p for p, fits in zip(params, few.tolist(), strict=True) if fits]
+    if not len(rows):
+        return
+    k_P = np.array([p.top_k for p in params])
+    top_p_P, min_p_P = (np.array([getattr(p, name) for p in params]) for name in ("top_p", "min_p"))
+    total_P = weights_RV.sum(1)[rows]
+    line, ids = np.nonzero(inside_RV if len(rows) == len(inside_RV) else inside_RV[rows])
+    counts = np.bincount(line, minlength=len(rows))
+    column = np.concatenate([np.arange(count) for count in counts])
+    # a little more mass than needed, so that no id outside could stay whatever the order of the sum
+    mass_P = np.bincount(line, weights_RV[rows[line], ids], len(rows))
+    enough_P = np.where(k_P > 0, counts >= k_P, mass_P > top_p_P * total_P * (1 + 1e-9))
+    ids_PH = np.zeros((len(rows), int(counts.max())), np.int64)
+    scaled_PH, weights_PH = np.full(ids_PH.shape, -np.inf), np.zeros(ids_PH.shape)
+    ids_PH[line, column] = ids
+    scaled_PH[line, column] = scaled_RV[rows[line], ids]
+    weights_PH[line, column] = weights_RV[rows[line], ids]
     order_PH = np.argsort(-scaled_PH, axis=1, kind="stable")
-    k_P = np.array([p.top_k or scaled_RV.shape[1] for p in params])
-    keep_PH, enough_P = _keep(np.take_along_axis(weights_PH, order_PH, 1), counts, k_P, every.sum(1), params)
-    kept_PH = np.zeros(shape, np.bool_)
+    keep_PH = _keep(np.take_along_axis(weights_PH, order_PH, 1), counts, k_P, total_P, top_p_P, min_p_P)
+    kept_PH = np.zeros(ids_PH.shape, np.bool_)
     np.put_along_axis(kept_PH, order_PH, keep_PH, 1)
-    settled = enough_P if factor else np.ones(len(rows), np.bool_)
-    for at in np.flatnonzero(settled).tolist():
+    for at in np.flatnonzero(enough_P).tolist():
         kept = kept_PH[at]
         found[int(rows[at])] = Survivors(ids_PH[at, kept], scaled_PH[at, kept], weights_PH[at, kept])
-    return settled
 
 
-def _keep(
-    sorted_PH: Floats, counts_P: Ids, k_P: Ids, total_P: Floats, params: list[SamplingParams]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which entries of descending weights stay, and for which rows no id outside could have stayed or counted."""
-    rank_H = np.arange(sorted_PH.shape[1])
+def _keep(sorted_PH: Floats, counts_P: Ids, k_P: Ids, total_P: Floats, top_p_P: Floats, min_p_P: Floats) -> NDArray[np.bool_]:
+    """Which entries of descending weights stay."""
     running_PH = sorted_PH.cumsum(1)  # sequential, so padding behind does not touch it
-    last_P = np.minimum(k_P, counts_P) - 1
-    top_k_P = np.array([p.top_k > 0 for p in params])
-    mass_P = np.where(top_k_P, running_PH[np.arange(len(params)), last_P], total_P)
-    top_p_P, min_p_P = (np.array([getattr(p, name) for p in params]) for name in ("top_p", "min_p"))
-    before_PH = running_PH - sorted_PH
+    last_P = np.where(k_P > 0, np.minimum(k_P, counts_P), counts_P) - 1
+    mass_P = np.where(k_P > 0, running_PH[np.arange(len(last_P)), last_P], total_P)
+    before_PH = np.zeros_like(running_PH)
     before_PH[:, 1:] = running_PH[:, :-1]
     nucleus_PH = (before_PH < (top_p_P * mass_P)[:, None]) | (top_p_P == 1)[:, None]
-    keep_PH = nucleus_PH & (rank_H <= last_P[:, None]) & (sorted_PH >= min_p_P[:, None])
+    keep_PH = nucleus_PH & (np.arange(sorted_PH.shape[1]) <= last_P[:, None]) & (sorted_PH >= min_p_P[:, None])
     keep_PH[:, 0] = True
-    enough_P = np.where(top_k_P, counts_P >= k_P, running_PH[:, -1] >= top_p_P * mass_P)
-    return keep_PH, enough_P
+    return keep_PH
+
+
+def _settle_flat(scaled_V: Floats, weights_V: Floats, params: SamplingParams) -> NDArray[np.bool_]:
+    """Which ids of one row stay, without sorting it."""
+    bucket_V = np.minimum(_TOP_BUCKET - (weights_V.view(np.int64) >> _BUCKET_SHIFT), _LAST_BUCKET)
+    mass_B = np.bincount(bucket_V, weights_V, _LAST_BUCKET + 1).cumsum()
+    total, last, kept = weights_V.sum(), _LAST_BUCKET + 1, np.zeros(0, np.int64)
+    if params.top_k:
+        count_B = np.bincount(bucket_V, minlength=_LAST_BUCKET + 1).cumsum()
+        last = int(count_B.searchsorted(params.top_k))  # the bucket in which the k-th id lies
+        if last <= _LAST_BUCKET:
+            kept = _sorted(scaled_V, bucket_V == last)[: params.top_k - (count_B[last - 1] if last else 0)]
+            total = (mass_B[last - 1] if last else 0.0) + weights_V[kept].sum()
+    if params.top_p < 1:
+        end = int(mass_B.searchsorted(params.top_p * total))  # the first bucket at whose end the mass is reached
+        if end < last:
+            last, kept = end, _sorted(scaled_V, bucket_V == end)
+        base = mass_B[last - 1] if last else 0.0
+        before = base + np.concatenate([[0.0], weights_V[kept[:-1]].cumsum()])
+        kept = kept[before < params.top_p * total] if len(kept) else kept
+    kept_V = bucket_V < last
+    kept_V[kept] = True
+    return kept_V & (weights_V > 0) & (weights_V >= params.min_p)
+
+
+def _sorted(scaled_V: Floats, inside_V: NDArray[np.bool_]) -> Ids:
+    ids = np.flatnonzero(inside_V)
+    return ids[np.argsort(-scaled_V[ids], kind="stable")]
 
 
 def draw(
@@ -119,19 +151,20 @@ def draw(
 ) -> list[int]:
     """argmax of s + Gumbel noise over what is left of every row, the noise keyed by (seed, position); ties: the lower id."""
     tokens = [-1] * len(left)
-    few: list[int] = []
+    few: list[tuple[int, Survivors]] = []
     for row, rest in enumerate(left):
         if rest is None:
-            tokens[row] = _draw_open(scaled_RV[row], weights_RV[row], seeds[row], positions[row])
+            uniform = uniform_stream(seeds[row], positions[row], scaled_RV.shape[1])
+            tokens[row] = _best(scaled_RV[row], weights_RV[row], uniform)
         elif len(rest.ids) == 1:
             tokens[row] = int(rest.ids[0])
-        elif len(rest.ids) * _SPARSE > scaled_RV.shape[1]:
-            noise = gumbel(uniform_stream(seeds[row], positions[row], int(rest.ids[-1]) + 1)[rest.ids])
-            tokens[row] = int(rest.ids[(rest.scaled + noise).argmax()])
+        elif len(rest.ids) * _SPARSE > rest.ids[-1]:
+            uniform = uniform_stream(seeds[row], positions[row], int(rest.ids[-1]) + 1)[rest.ids]
+            tokens[row] = int(rest.ids[_best(rest.scaled, rest.weights, uniform)])
         else:
-            few.append(row)
+            few.append((row, rest))
     if few:
-        _draw_few([(row, rest) for row in few if (rest := left[row]) is not None], seeds, positions, tokens)
+        _draw_few(few, seeds, positions, tokens)
     return tokens
 
 
@@ -146,16 +179,15 @@ def _draw_few(rows: list[tuple[int, Survivors]], seeds: Sequence[int], positions
         start += count
 
 
-def _draw_open(scaled_V: Floats, weights_V: Floats, seed: int, position: int) -> int:
-    """The draw over a whole row. The winner minimises -log(u) / e, and 1 - u <= -log(u): only ids whose 1 - u over e lies
-    below some id's -log(u) / e can win, which spares the logarithms of all others."""
-    uniform_V = uniform_stream(seed, position, len(scaled_V))
+def _best(scaled_C: Floats, weights_C: Floats, uniform_C: Floats) -> int:
+    """Where s + Gumbel noise is highest. That place minimises -log(u) / e, and 1 - u <= -log(u): only places whose (1 - u) / e
+    lies below some place's -log(u) / e can win, which spares the logarithms of all others."""
     with np.errstate(divide="ignore"):
-        bound_V = (1 - uniform_V) / weights_V
-    best = int(bound_V.argmin())
-    limit = -np.log(max(uniform_V[best], 1e-300)) / weights_V[best] * _SLACK
-    ids = np.flatnonzero(bound_V <= limit)
-    return int(ids[(scaled_V[ids] + gumbel(uniform_V[ids])).argmax()])
+        bound_C = (1 - uniform_C) / weights_C
+    first = int(bound_C.argmin())
+    limit = -np.log(max(uniform_C[first], 1e-300)) / weights_C[first] * _SLACK
+    places = np.flatnonzero(bound_C <= limit)
+    return int(places[(scaled_C[places] + gumbel(uniform_C[places])).argmax()])
 
 
 def distribution(logits_V: Logits, params: SamplingParams) -> Floats:

@@ -21,8 +21,9 @@ from torch import Tensor
 from kvist.engine.sampling.adjust import Mask, RowError, change, not_finite
 from kvist.engine.sampling.filters import distribution
 from kvist.engine.sampling.history import History
-from kvist.engine.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, Floats, gumbel, uniform_stream
+from kvist.engine.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, gumbel
 from kvist.engine.sampling.params import SamplingParams
+from kvist.kernels.keyed_uniform import Floats, uniform_stream
 
 
 class Verdict(NamedTuple):
@@ -71,7 +72,7 @@ def verify(
             return Verdict(at, draw_from(probs_V, params.seed, position + at, CHOICE))
         draft = drafts[at]
         chance = 1.0 if draft_probs is None else float(draft_probs[at][draft])
-        if uniform_stream(params.seed, position + at, 1, ACCEPT)[0] * chance >= probs_V[draft]:
+        if uniform_stream(params.seed, position + at, 1, use=ACCEPT)[0] * chance >= probs_V[draft]:
             rest_V = residual(probs_V, draft, None if draft_probs is None else draft_probs[at])
             return Verdict(at, draw_from(rest_V, params.seed, position + at, RESIDUAL))
     raise AssertionError("the row behind the last draft always decides")
@@ -92,7 +93,7 @@ def residual(probs_V: Floats, draft: int, draft_probs_V: Floats | None) -> Float
 def draw_from(probs_V: Floats, seed: int, position: int, use: int) -> int:
     """A token by its probability: argmax of log p + Gumbel noise keyed by (seed, position, use)."""
     ids = np.flatnonzero(probs_V)
-    noise = gumbel(uniform_stream(seed, position, int(ids[-1]) + 1, use)[ids])
+    noise = gumbel(uniform_stream(seed, position, int(ids[-1]) + 1, use=use)[ids])
     return int(ids[(np.log(probs_V[ids]) + noise).argmax()])
 
 

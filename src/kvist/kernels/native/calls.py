@@ -43,6 +43,8 @@ _SIGNATURES = {
     "kvist_pages_attend": "pppnpppnppniii",
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
+    "kvist_uniform": "nnnnp",
+    "kvist_uniform_at": "pppnnp",
 }
 _RESULTS = {"kvist_pack": ctypes.c_int, "kvist_pages_attend": ctypes.c_int64, "kvist_read_rows": ctypes.c_int64}
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)
