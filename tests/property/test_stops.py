@@ -29,6 +29,15 @@ def test_matches_a_search_of_the_whole_text(pieces: list[str], stops: list[str])
     assert out == naive("".join(pieces), tuple(stops))
 
 
+@given(
+    pieces=st.lists(st.text(alphabet="abcd", max_size=6), max_size=8),
+    stops=st.lists(st.text(alphabet="abcd", min_size=1, max_size=6), min_size=10, max_size=60),
+)
+def test_many_stop_strings_at_once(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    assert "".join(matcher.feed(piece) for piece in pieces) + matcher.finish() == naive("".join(pieces), tuple(stops))
+
+
 @pytest.mark.parametrize(
     ("text", "stops", "want"),
     [

@@ -36,13 +36,17 @@ class _Pattern:
 class StopMatcher:
     """Finds the leftmost stop string in a text that arrives in pieces; text that may belong to one is held back.
 
-    Of two stop strings that begin at the same place the shorter wins. Linear in the text for each stop string. Released
-    text never contains any part of the match. One per reply.
+    Of two stop strings that begin at the same place the shorter wins. A character costs time for the stop strings that
+    are begun or begin with it, not for the others. Released text never contains any part of the match. One per reply.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         """Raises ValueError for an empty stop string, which would match everywhere."""
-        self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops) if _not_empty(stop)]
+        self._starts: dict[str, list[_Pattern]] = {}  # by first character
+        for stop in dict.fromkeys(stops):
+            if _not_empty(stop):
+                self._starts.setdefault(stop[0], []).append(_Pattern(stop))
+        self._going: list[_Pattern] = []  # begun, not complete
         self._held = ""
         self._start = 0  # position in the whole text of the first held character
         self._position = 0
@@ -58,7 +62,7 @@ class StopMatcher:
         """Takes the next piece and returns what can be shown. Once `matched` is set, further text is ignored."""
         if self._over:
             return ""
-        if not self._patterns:
+        if not self._starts:
             return text
         self._held += text
         self._over = any(self._ends_at(character) for character in text)
@@ -74,17 +78,21 @@ class StopMatcher:
     def _ends_at(self, character: str) -> bool:
         """Reads one character; true if the leftmost match is now certain."""
         self._position += 1
-        for pattern in self._patterns:
-            if pattern.matched < len(pattern.text) and pattern.step(character):
+        fresh = [pattern for pattern in self._starts.get(character, ()) if not pattern.matched]
+        going, self._going = self._going + fresh, []
+        for pattern in going:
+            if pattern.step(character):
                 candidate = (self._position - len(pattern.text), pattern.text)
                 if self._found is None or _rank(candidate) < _rank(self._found):
                     self._found = candidate
+            elif pattern.matched:
+                self._going.append(pattern)
         # A later completion may still win if it began further left.
         return self._found is not None and self._certain() == self._found[0]
 
     def _certain(self) -> int:
         """Position before which no match can begin any more."""
-        starts = [self._position - p.matched for p in self._patterns if 0 < p.matched < len(p.text)]
+        starts = [self._position - pattern.matched for pattern in self._going]
         return min([*starts, self._position if self._found is None else self._found[0]])
 
     def _release(self, until: int) -> str:
