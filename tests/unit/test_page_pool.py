@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvist.cache.pool import CacheFull, PagePool
+from kvist.cache.pool import NO_PAGE, CacheFull, PagePool
 
 
 def counts(pool: PagePool) -> tuple[int, int, int]:
@@ -70,40 +70,65 @@ def test_retained_pages_are_not_evicted() -> None:
     assert counts(pool) == (1, 2, 0)
 
 
-def test_a_page_goes_after_those_that_hang_on_it() -> None:
-    pool = PagePool(4)
-    a, b, c = cached(pool, 3)
-    pool.hang(a)
-    pool.hang(a)
+def chained(pool: PagePool, count: int, before: int = NO_PAGE) -> list[int]:
+    """Pages that the index keeps, one behind the other, still owned."""
+    pages = pool.allocate(count)
+    for page in pages:
+        pool.keep(page, before)
+        before = page
+    return pages
+
+
+def test_a_page_goes_after_those_behind_it() -> None:
+    pool = PagePool(5)
+    a, b = chained(pool, 2)
+    (c,) = chained(pool, 1, before=a)
+    for page in (a, c, b):
+        pool.release([page])
     gone: list[int] = []
-
-    def evict(page: int) -> None:
-        gone.append(page)
-        if page != a:
-            pool.unhang(a)
-
-    pool.on_evict = evict
-    pool.allocate(4)
-    assert gone == [b, c, a]
+    pool.on_evict = gone.append
+    pool.allocate(5)
+    assert gone == [c, b, a]
 
 
-def test_the_parent_of_an_owned_page_stays() -> None:
-    pool = PagePool(3)
-    a, b = cached(pool, 2)
-    pool.hang(a)
-    pool.retain([b])
+def test_what_lies_before_an_owned_page_is_not_available() -> None:
+    pool = PagePool(8)
+    a, b, c, d = chained(pool, 4)
+    (e,) = chained(pool, 1, before=a)
+    pool.release([a, b, c, d, e])
+    assert (pool.available, counts(pool)) == (8, (3, 0, 5))
+    pool.retain([d])
+    assert (pool.available, counts(pool)) == (4, (3, 1, 4))
+    assert pool.evict_one() == e
     assert pool.evict_one() is None
+    pool.retain([b])
+    assert (pool.available, counts(pool)) == (4, (4, 2, 2))
+    pool.release([d])
+    assert (pool.available, counts(pool)) == (6, (4, 1, 3))
+    with pytest.raises(CacheFull, match="7 pages are needed; 4 are free and 2 can be evicted of 8"):
+        pool.allocate(7)
+    assert counts(pool) == (4, 1, 3), "nothing was evicted in vain"
+    assert len(pool.allocate(6)) == 6
     assert pool.kept(a)
-    with pytest.raises(CacheFull, match="2 pages are needed; 1 are free and 1 cached of 3"):
-        pool.allocate(2)
-    assert counts(pool) == (1, 1, 1)
+
+
+def test_a_chain_is_released_around_a_page_of_others() -> None:
+    """A request owns the pages before and behind one that it never held: an own copy was not exchanged."""
+    pool = PagePool(4)
+    a, b, c = chained(pool, 3)
+    pool.release([b])
+    assert (pool.available, counts(pool)) == (1, (1, 2, 1))
+    pool.release([a, c])
+    assert (pool.available, counts(pool)) == (4, (1, 0, 3))
+    pool.retain([a, c])
+    assert (pool.available, counts(pool)) == (1, (1, 2, 1))
 
 
 def test_a_request_that_cannot_fit_evicts_nothing() -> None:
     pool = PagePool(4)
     cached(pool, 2)
     pool.allocate(1)
-    with pytest.raises(CacheFull, match="4 pages are needed; 1 are free and 2 cached of 4"):
+    with pytest.raises(CacheFull, match="4 pages are needed; 1 are free and 2 can be evicted of 4"):
         pool.allocate(4)
     assert counts(pool) == (1, 1, 2)
 
@@ -146,10 +171,9 @@ def test_the_same_page_twice_in_one_call_counts_twice() -> None:
         (lambda pool: pool.release([-1]), "page -1 does not exist"),
         (lambda pool: pool.keep(1), "page 1 is free"),
         (lambda pool: pool.keep(2), "page 2 is kept already"),
+        (lambda pool: pool.keep(0, 1), "page 1 is not kept; page 0 cannot"),
         (lambda pool: pool.drop(0), "page 0 has 0 pages"),
-        (lambda pool: pool.drop(3), "page 3 has 1 pages"),
-        (lambda pool: pool.hang(0), "page 0 is not kept"),
-        (lambda pool: pool.unhang(2), "no page hangs on page 2"),
+        (lambda pool: pool.drop(2), "page 2 has 1 pages"),
         (lambda pool: pool.allocate(-1), "-1 pages"),
     ],
 )
@@ -157,8 +181,7 @@ def test_misuse_is_named_and_changes_nothing(call: Callable[[PagePool], object],
     pool = PagePool(4)
     pages = pool.allocate(4)
     pool.keep(pages[2])
-    pool.keep(pages[3])
-    pool.hang(pages[3])
+    pool.keep(pages[3], pages[2])
     pool.release([1])
     before = counts(pool), [pool.references(page) for page in pages]
     with pytest.raises(ValueError, match=reason):

@@ -380,7 +380,7 @@ def test_kvp_05_what_cannot_fit_evicts_nothing() -> None:
     shop = Shop(pages=15)
     a = ids(40)
     shop.store(a)
-    with pytest.raises(CacheFull, match="16 pages are needed"):
+    with pytest.raises(CacheFull, match="16 pages are needed; 5 are free and 10 can be evicted"):
         shop.pool.allocate(16)
     assert shop.hit(a).tokens == 40
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvist.cache.identity import DIGEST_BYTES, EXACT, Chain, content_digest, page_key
 from kvist.cache.key_table import KeyTable
 from kvist.cache.page_ends import PageEnds
-from kvist.cache.pool import PagePool
-
-_FIRST: Final = -1
-"""Stands for the page before a first page."""
+from kvist.cache.pool import NO_PAGE, PagePool
 
 
 class Lookup(Protocol):
@@ -114,9 +111,8 @@ class Counters:
 
 @dataclass(kw_only=True)
 class _Links:
-    """Per page: the page before it, provenance, and tokens; meaningful for kept pages."""
+    """Per page: provenance and tokens; meaningful for kept pages."""
 
-    parent: np.ndarray[tuple[int], np.dtype[np.int32]]
     provenance: np.ndarray[tuple[int], np.dtype[np.int32]]
     tokens: np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -133,7 +129,6 @@ class PrefixIndex:
         self.on_evict: Callable[[int, bytes, int, int], None] | None = None
         self._table = KeyTable(pool.total, DIGEST_BYTES)
         self._links = _Links(
-            parent=np.full(pool.total, _FIRST, dtype=np.int32),
             provenance=np.zeros(pool.total, dtype=np.int32),
             tokens=np.zeros(pool.total, dtype=np.int32),
         )
@@ -252,15 +247,8 @@ class PrefixIndex:
         self.pool.check()
         kept = [page for page in range(self.pool.total) if self.pool.kept(page)]
         assert len(kept) == self.pages, f"{len(kept)} pages are kept, {self.pages} have a key"
-        children = np.zeros(self.pool.total, dtype=np.int32)
         for page in kept:
             assert self._table.find(self._table.key_of(page)) == page, f"page {page} is not found under its key"
-            before = int(self._links.parent[page])
-            if before != _FIRST:
-                assert self.pool.kept(before), f"page {page} hangs on page {before}, which is not kept"
-                children[before] += 1
-        for page in range(self.pool.total):
-            assert self.pool.children(page) == children[page], f"page {page} has {children[page]} children"
         self._ends.check()
         for page in self._ends.pages():
             assert self.pool.kept(page), f"tokens of page {page} are stored, but it is not kept"
@@ -331,10 +319,10 @@ class PrefixIndex:
         return None
 
     def _before(self, chain: Chain, number: int, provenance: int) -> int | None:
-        """The kept page behind which page `number` goes: `_FIRST` for page 0, None if it is not kept."""
+        """The kept page behind which page `number` goes: `NO_PAGE` for page 0, None if it is not kept."""
         if chain.page_tokens != self.page_tokens:
             raise ValueError(f"the chain has pages of {chain.page_tokens} tokens, the index of {self.page_tokens}")
-        return self._holder(chain.digests[number - 1], provenance) if number else _FIRST
+        return self._holder(chain.digests[number - 1], provenance) if number else NO_PAGE
 
     def _keep(self, chain: Chain, number: int, page: int, before: int, provenance: int, *, ends: bool) -> None:
         content = chain.content(number)
@@ -345,14 +333,12 @@ class PrefixIndex:
             if self._links.tokens[page] >= tokens or not self.pool.references(page):
                 raise ValueError(f"page {page} is kept under another identity; a page is published once, by its owner")
             self._remove(page)
-        self.pool.keep(page)
-        if before != _FIRST:
-            self.pool.hang(before)
-            self._ends.continued(before)
+        self.pool.keep(page, before)
+        self._ends.continued(before)
         complete = tokens == self.page_tokens
         digest = chain.digests[number] if complete else content_digest(chain.parent(number), content)
         self._table.insert(page_key(digest, provenance), page)
-        self._links.parent[page], self._links.provenance[page], self._links.tokens[page] = before, provenance, tokens
+        self._links.provenance[page], self._links.tokens[page] = provenance, tokens
         self.counters.published += 1
         below = page_key(chain.parent(number), provenance)
         turn = self._supersede(below, content) or turn
@@ -383,9 +369,6 @@ class PrefixIndex:
     def _unlink(self, page: int) -> None:
         self._table.remove(page)
         self._ends.discard(page)
-        before = int(self._links.parent[page])
-        if before != _FIRST:
-            self.pool.unhang(before)
 
     def _evicted(self, page: int) -> None:
         self.counters.evicted += 1

@@ -74,7 +74,7 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages that `allocate` could give now."""
-        return self.pool.free + self.pool.cached
+        return self.pool.available
 
     def enter(self, job: Job) -> None:
         """Begin the job's identity chain with its whole prompt."""
