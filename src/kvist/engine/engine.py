@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,7 @@ class Engine:
         self._ended: list[Event] = []
         self._number = 0
         self._grammars: GrammarVocabulary | None = None
+        self._compiling = threading.Lock()
 
     # ---- requests
 
@@ -172,12 +174,18 @@ class Engine:
                 raise ValueError(f"image span {image.start}..{image.start + image.tokens} overlaps another or the prompt's end")
             end = image.start + image.tokens
 
-    def add(self, request: Request) -> int:
-        """Queue a request; its number. Raises what `check` raises, and QueueFull."""
+    def prepare(self, request: Request) -> Job:
+        """Check a request and do what needs no engine: buffers, and compiling a grammar, which may take seconds. Any thread."""
         self.check(request)
-        job = Job(self._number, request, self.clock())
         constraint = None if request.grammar is None else Constraint(self._vocabulary(), request.grammar)
+        job = Job(-1, request, self.clock())
         job.reply = Reply(request, job.tokens.ids, self.model.config.eos_token_id, self.tokenizer, constraint)
+        return job
+
+    def submit(self, job: Job) -> int:
+        """Queue a prepared request; its number. Raises QueueFull."""
+        job.id = self._number
+        self.scheduler.require_room()
         self.pages.enter(job)
         self.scheduler.add(job)
         self._number += 1
@@ -188,11 +196,16 @@ class Engine:
         self.metrics.requests += 1
         return job.id
 
+    def add(self, request: Request) -> int:
+        """Queue a request; its number. Raises what `check` raises, errors of its grammar, and QueueFull."""
+        return self.submit(self.prepare(request))
+
     def _vocabulary(self) -> GrammarVocabulary:
-        if self._grammars is None:
-            if self.tokenizer is None:
-                raise ValueError("a grammar needs the vocabulary's spelling; make the engine with the model's tokenizer")
-            self._grammars = GrammarVocabulary(self.tokenizer, [self.model.config.eos_token_id])
+        if self.tokenizer is None:
+            raise ValueError("a grammar needs the vocabulary's spelling; make the engine with the model's tokenizer")
+        with self._compiling:
+            if self._grammars is None:
+                self._grammars = GrammarVocabulary(self.tokenizer, [self.model.config.eos_token_id])
         return self._grammars
 
     def abort(self, number: int) -> None:

@@ -25,3 +25,7 @@ class NonFiniteLogits(RuntimeError):
 
 class DeadlineExceeded(RuntimeError):
     """A request did not end within the time it was given."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or failed in a way that leaves its state unknown."""

@@ -219,10 +219,14 @@ class Scheduler:
         """Nothing to do."""
         return not self.running and not self.queue.count
 
-    def add(self, job: Job) -> None:
-        """Queue a job. Raises QueueFull: back-pressure instead of a queue without end."""
+    def require_room(self) -> None:
+        """Raise QueueFull if no more requests may wait: back-pressure instead of a queue without end."""
         if self.queue.count >= self.max_waiting:
             raise QueueFull(f"{self.queue.count} requests wait, the limit is {self.max_waiting}; send it again later")
+
+    def add(self, job: Job) -> None:
+        """Queue a job. Raises QueueFull."""
+        self.require_room()
         self.queue.push(job)
         if job.deadline is not None:
             heapq.heappush(self.deadlines, (job.deadline, job.id, job))
