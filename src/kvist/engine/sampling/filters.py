@@ -30,6 +30,7 @@ _HEAD, _HEAD_IDS = 2.0**-10, 1024
 # buckets in which a filter ends are sorted. The last bucket holds all below 2^-60.
 _BUCKET_SHIFT, _LAST_BUCKET = 47, 60 * 32
 _TOP_BUCKET = int(np.float64(1).view(np.int64)) >> _BUCKET_SHIFT
+_LEAST = -700.0
 # Computing single entries of a noise stream pays below one entry in this many.
 _SPARSE = 6
 # Relative slack of the bound that prunes a draw, far above what rounding the noise to float32 can move (37 * 2^-24).
@@ -45,10 +46,20 @@ class Survivors(NamedTuple):
 
 
 def scale(logits_RV: Logits, params: Sequence[SamplingParams]) -> tuple[Floats, Floats]:
-    """s and e = exp(s - max s) of every row, float64 [R,V]. Logits are finite or -inf, at least one a row is finite."""
+    """s and e = exp(s - max s) of every row, float64 [R,V]; e below exp(-700) is 0. Logits are finite or -inf, at least one a
+    row is finite."""
     scaled_RV = logits_RV.astype(np.float64)
     scaled_RV /= np.array([p.temperature for p in params])[:, None]
-    return scaled_RV, np.exp(scaled_RV - scaled_RV.max(1, keepdims=True))
+    weights_RV = scaled_RV - scaled_RV.max(1, keepdims=True)
+    if weights_RV.min() < _LEAST:
+        # exp is several times slower where it underflows, as it does for all that a grammar forbids
+        inside = weights_RV >= _LEAST
+        np.maximum(weights_RV, _LEAST, out=weights_RV)
+        np.exp(weights_RV, out=weights_RV)
+        weights_RV *= inside
+    else:
+        np.exp(weights_RV, out=weights_RV)
+    return scaled_RV, weights_RV
 
 
 def survivors(scaled_RV: Floats, weights_RV: Floats, params: Sequence[SamplingParams]) -> list[Survivors | None]:
@@ -183,7 +194,8 @@ def _best(scaled_C: Floats, weights_C: Floats, uniform_C: Floats) -> int:
     """Where s + Gumbel noise is highest. That place minimises -log(u) / e, and 1 - u <= -log(u): only places whose (1 - u) / e
     lies below some place's -log(u) / e can win, which spares the logarithms of all others."""
     with np.errstate(divide="ignore"):
-        bound_C = (1 - uniform_C) / weights_C
+        bound_C = 1 - uniform_C
+        bound_C /= weights_C
     first = int(bound_C.argmin())
     limit = -np.log(max(uniform_C[first], 1e-300)) / weights_C[first] * _SLACK
     places = np.flatnonzero(bound_C <= limit)
