@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -232,3 +234,28 @@ def test_random_use_by_four_threads_keeps_the_budget(source, seed):
     assert counters.peak_bytes <= 120
     assert counters.held_bytes == 10 * len(cache._entries)
     assert all(not entry.pins for entry in cache._entries.values())
+
+
+def test_an_evicted_value_is_gone_at_once(source):
+    """Not at the next garbage collection: values are large, and what lingers is beyond the budget."""
+
+    class Value:
+        pass
+
+    cache = BoundedCache(lambda key: Value(), lambda key: 10, 20, name="test")
+    gc.disable()
+    try:
+        with cache.hold([1], then=[2]) as values:
+            references = [weakref.ref(values[0])]
+        settle(cache, lambda c: c.bytes_read == 20)
+        with cache.hold([2]) as values:
+            references.append(weakref.ref(values[0]))
+        del values
+        with cache.hold([3, 4]):
+            pass
+        end = time.monotonic() + 20
+        while any(reference() is not None for reference in references):  # a thread may be about to let go
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    finally:
+        gc.enable()

@@ -176,7 +176,7 @@ def test_a_dropped_store_ends_its_thread(files):
 
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=40, unique=True), max_size=12), st.integers(0, 400))
 def test_the_row_cache_gives_back_what_was_put_and_keeps_its_budget(batches, budget):
-    cache = RowCache(4, budget)
+    cache = RowCache(4, budget, 61)
     assert cache.tags_SW.nbytes + cache.stamps_SW.nbytes + cache.rows_SWB.nbytes <= budget
     for batch in batches:
         ids = np.array(sorted(batch), dtype=np.int64)
@@ -189,7 +189,7 @@ def test_the_row_cache_gives_back_what_was_put_and_keeps_its_budget(batches, bud
 
 
 def test_the_row_cache_evicts_the_least_recently_used_of_a_set():
-    cache = RowCache(1, WAYS * 17)
+    cache = RowCache(1, WAYS * 17, 100)
     assert (cache.sets, cache.capacity) == (1, WAYS)
     row = lambda index: (np.array([index]), np.full((1, 1), index, dtype=np.uint8))  # noqa: E731
     out = np.zeros((1, 1), dtype=np.uint8)

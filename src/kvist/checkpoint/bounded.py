@@ -156,13 +156,14 @@ class BoundedCache(Generic[K, V]):
 
     def _submit(self, key: K, entry: _Entry[V], workers: ThreadPoolExecutor) -> None:
         entry.future = workers.submit(self.load, key)
-        # A weak reference: a queued load must not keep a dropped cache, and with it these threads, alive.
+        # A future keeps its callbacks. This one must not lead back to the entry, or an evicted value would stay until the
+        # next garbage collection; nor hold the cache, or a queued load would keep a dropped one and its threads alive.
         own = weakref.ref(self)
 
         def done(future: Future[V]) -> None:
             cache = own()
             if cache is not None:
-                cache._loaded(key, entry, future)
+                cache._loaded(key, future)
 
         entry.future.add_done_callback(done)
 
@@ -172,15 +173,17 @@ class BoundedCache(Generic[K, V]):
             self._submit(key, entry, self._demand)
         entry.patient = False
 
-    def _loaded(self, key: K, entry: _Entry[V], future: Future[V]) -> None:
+    def _loaded(self, key: K, future: Future[V]) -> None:
         if future.cancelled():
             return
         with self._changed:
+            entry = self._entries.get(key)
             if future.exception() is None:
-                self._counters.bytes_read += entry.nbytes
+                self._counters.bytes_read += self.nbytes(key)
             else:
                 self._counters.failures += 1
-                self._drop(key, entry)
+                if entry is not None and entry.future is future:
+                    self._drop(key, entry)
             self._changed.notify_all()
 
     def _make_room(self, need: int, keep: set[K] | frozenset[K] = frozenset()) -> bool:

@@ -73,7 +73,7 @@ class StoredTable:
         self.dtype, self.reads, self.worker = dtype, reads, worker
         self.shape = parameter.shape
         self.planes = [(files.entry(spec.name), spec.shape[1]) for spec in parameter.specs()]
-        self.cache = RowCache(sum(width for _, width in self.planes), cache_bytes)
+        self.cache = RowCache(sum(width for _, width in self.planes), cache_bytes, most_rows=self.shape[0])
         self.counters = EngramCounters()
         self.store: EngramStore | None = None
         self._lock = threading.Lock()

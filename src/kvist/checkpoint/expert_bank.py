@@ -7,6 +7,7 @@ dequantised one at a time while it is used; so its values, and the bits of every
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvist.checkpoint.bounded import BoundedCache, CacheCounters
 from kvist.checkpoint.formats import Entry
-from kvist.checkpoint.reads import FileReads, adjacent_runs
+from kvist.checkpoint.reads import FileReads, adjacent_runs, private_buffer
 from kvist.checkpoint.tensors import TORCH_DTYPES, TensorFiles, dequantise
 from kvist.config import ModelConfig
 from kvist.inventory import Parameter, Storage, parameters
@@ -62,6 +63,7 @@ class ExpertStore:
     ) -> None:
         self.files, self.numerics, self.device, self.look_ahead = files, numerics, torch.device(device), look_ahead
         self.reads = reads or FileReads()
+        self._thread = threading.local()
         native = numerics.product_impl == "cpu" and numerics.dtype is torch.float32 and self.device.type == "cpu"
         self.native = native and native_or_none() is not None
         self.experts = _expert_parameters(config)
@@ -98,17 +100,31 @@ class ExpertStore:
     def load(self, key: Key) -> Held:
         """Read one expert. Raises `ReadFailed` naming the file, the tensor and the expert."""
         three = self.experts[key]
-        entries = {spec.name: self.files.entry(spec.name) for parameter in three for spec in parameter.specs()}
+        entries = [self.files.entry(spec.name) for parameter in three for spec in parameter.specs()]
         raw: dict[str, Tensor] = {}
-        for run in adjacent_runs(list(entries.values())):
-            raw |= self._read(run, key)
-        planes = tuple(
-            (raw[parameter.name], raw.get(parameter.scale_name) if len(parameter.specs()) == 2 else None) for parameter in three
-        )
+        buffer = self._staging(three) if self.native else private_buffer(sum(entry.nbytes for entry in entries))
+        for run in adjacent_runs(entries):
+            size = sum(entry.nbytes for entry in run)
+            raw |= self._read(run, key, buffer[:size])
+            buffer = buffer[size:]
+        planes = tuple((raw[parameter.name], raw.get(parameter.scale_name)) for parameter in three)
         if not self.native:
             return Held(planes, None)
-        first, second, third = (_pack(parameter, codes, scales) for parameter, (codes, scales) in zip(three, planes, strict=True))
-        return Held(None, (first, second, third))
+        room = private_buffer(self.nbytes(key))
+        packed = []
+        for parameter, (codes, scales) in zip(three, planes, strict=True):
+            size = _packed_bytes(parameter)
+            packed.append(_pack(parameter, codes, scales, room[:size]))
+            room = room[size:]
+        return Held(None, (packed[0], packed[1], packed[2]))
+
+    def _staging(self, three: tuple[Parameter, ...]) -> Tensor:
+        """This thread's own buffer for the stored bytes of an expert, kept: they live only until they are packed."""
+        size = sum(parameter.nbytes for parameter in three)
+        held: Tensor | None = getattr(self._thread, "buffer", None)
+        if held is None or len(held) < size:
+            held = self._thread.buffer = private_buffer(size)
+        return held[:size]
 
     def values(self, key: Key, held: Held) -> Triple:
         """What the operator multiplies with: packed weights, or values in the model's dtype on its device."""
@@ -121,9 +137,8 @@ class ExpertStore:
         )
         return first, second, third
 
-    def _read(self, run: list[Entry], key: Key) -> dict[str, Tensor]:
+    def _read(self, run: list[Entry], key: Key, buffer: Tensor) -> dict[str, Tensor]:
         """One read for tensors that lie side by side in the file; each is a view of the buffer."""
-        buffer = torch.empty(sum(entry.nbytes for entry in run), dtype=torch.uint8)
         what = f"tensor {run[0].name!r}" + (f" to {run[-1].name!r}" if len(run) > 1 else "")
         what += f" (expert {key[1]} of layer {key[0]})"
         self.reads.range_into(run[0].file, run[0].offset, buffer.numpy().data, what)
@@ -214,11 +229,14 @@ def _packed_bytes(parameter: Parameter) -> int:
     return -(-rows // 16) * 16 * -(-columns // 2) * 4
 
 
-def _pack(parameter: Parameter, codes: Tensor, scales: Tensor | None) -> Packed:
+def _pack(parameter: Parameter, codes: Tensor, scales: Tensor | None, room: Tensor) -> Packed:
     if parameter.storage is Storage.FP4:
         assert scales is not None
-        return pack_fp4(codes, scales)
-    return pack(_dequantise(parameter, codes, scales, torch.float32))
+        return pack_fp4(codes, scales, room)
+    made = pack(_dequantise(parameter, codes, scales, torch.float32))
+    data = room.view(torch.int32).view(made.data.shape)
+    data.copy_(made.data)
+    return made._replace(data=data, pointer=data.data_ptr())
 
 
 def _dequantise(parameter: Parameter, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

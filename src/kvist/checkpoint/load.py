@@ -108,7 +108,7 @@ def build_model(
     numerics = numerics or Numerics(dtype=dtype)
     folder, config, files = open_files(model, access)
     with torch.device("meta"):
-        transformer = Transformer(config, numerics)
+        transformer = Transformer(config, numerics, own_experts=expert_budget_bytes is None)
     if expert_budget_bytes is not None:
         transformer.attach_experts(ExpertStore(files, config, numerics, expert_budget_bytes, device=device).banks)
     # A module may keep a parameter wider than the file has it (router, head): widening BF16 is exact.

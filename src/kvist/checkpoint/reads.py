@@ -8,6 +8,7 @@ caches, experts or tables.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import weakref
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvist.checkpoint.formats import Entry
 from kvist.kernels.native import native_or_none
@@ -94,6 +97,17 @@ class FileReads:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
                 self._descriptors[file] = descriptor
             return self._descriptors[file]
+
+
+def private_buffer(nbytes: int) -> Tensor:
+    """uint8 [nbytes] whose memory goes back to the system with the tensor.
+
+    Large pieces that several threads allocate and free in turn would stay in the allocator's arenas, beyond any budget.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def adjacent_runs(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -14,11 +14,11 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring ids
 
 
 class RowCache:
-    """At most `budget_bytes` of rows of `row_bytes` each, bookkeeping included."""
+    """At most `budget_bytes` of rows of `row_bytes` each, bookkeeping included, and room for no more than `most_rows`."""
 
-    def __init__(self, row_bytes: int, budget_bytes: int) -> None:
+    def __init__(self, row_bytes: int, budget_bytes: int, most_rows: int) -> None:
         self.row_bytes = row_bytes
-        self.sets = budget_bytes // (WAYS * (row_bytes + _OVERHEAD_BYTES))
+        self.sets = min(budget_bytes // (WAYS * (row_bytes + _OVERHEAD_BYTES)), -(-most_rows // WAYS))
         self.tags_SW = np.full((self.sets, WAYS), -1, dtype=np.int64)
         self.stamps_SW = np.zeros((self.sets, WAYS), dtype=np.int64)
         self.rows_SWB = np.empty((self.sets, WAYS, row_bytes), dtype=np.uint8)

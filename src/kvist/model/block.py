@@ -26,13 +26,22 @@ class Block(nn.Module):
 
     engram: Engram | None
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, n_experts: int, n_active: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        numerics: Numerics,
+        n_experts: int,
+        n_active: int,
+        *,
+        own_experts: bool = True,
+    ) -> None:
         super().__init__()
         self.config, self.spec, self.numerics = config, spec, numerics
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = Attention(config, spec, numerics)
-        self.ffn = MoE(config, numerics, n_experts, n_active)
+        self.ffn = MoE(config, numerics, n_experts, n_active, own_experts=own_experts)
         s = config.hc_mult
         logits = 2 * s + s * s
         for half in ("attn", "ffn"):

@@ -16,7 +16,7 @@ from kvist.kernels.group_pool import Groups
 from kvist.kernels.hyper_connections.ref import collapse
 from kvist.kernels.index_select import Selection
 from kvist.model.block import Block
-from kvist.model.layers import Linear, QuantLinear, RMSNorm
+from kvist.model.layers import Linear, QuantLinear, RMSNorm, embedding
 from kvist.model.memory import DraftMemory, Shared
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, consecutive_rows
@@ -64,7 +64,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.dspark_markov_rank, dtype=numerics.dtype)
+        self.embed = embedding(config.vocab_size, config.dspark_markov_rank, numerics.dtype)
         self.head = Linear(config.dspark_markov_rank, config.vocab_size, numerics)
 
 
@@ -79,9 +79,10 @@ class ConfidenceHead(nn.Module):
 class DraftBlock(Block):
     """A window-only block of the draft; the first and last own the input projection and the heads."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, index: int) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, index: int, *, own_experts: bool = True) -> None:
         spec = config.plan.drafts[index]
-        super().__init__(config, spec, numerics, config.dspark_n_routed_experts, config.dspark_n_activated_experts)
+        routed, active = config.dspark_n_routed_experts, config.dspark_n_activated_experts
+        super().__init__(config, spec, numerics, routed, active, own_experts=own_experts)
         if index == 0:
             self.main_proj = QuantLinear(len(config.dspark_target_layer_ids) * config.dim, config.dim, numerics)
             self.main_norm = RMSNorm(config.dim, config.norm_eps)
@@ -94,8 +95,8 @@ class DraftBlock(Block):
 class DraftBlocks(nn.ModuleList):
     """All draft blocks under their released names (`mtp.0`, ...)."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
-        super().__init__(DraftBlock(config, numerics, index) for index in range(config.n_mtp_layers))
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, own_experts: bool = True) -> None:
+        super().__init__(DraftBlock(config, numerics, index, own_experts=own_experts) for index in range(config.n_mtp_layers))
         self.config, self.numerics = config, numerics
 
     def context(self, targets: tuple[Tensor, ...]) -> Tensor:

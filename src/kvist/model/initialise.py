@@ -47,7 +47,7 @@ def random_model(config: ModelConfig, numerics: Numerics, seed: int = 0) -> Tran
     model = Transformer(config, numerics)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_start_value(name, normal(parameter.shape, 1.0)))
+            parameter.copy_(start_value(name, normal(parameter.shape, 1.0)))
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 module.weight.copy_(_representable(module.weight.float(), "experts" in name and "shared" not in name))
@@ -63,7 +63,8 @@ def random_model(config: ModelConfig, numerics: Numerics, seed: int = 0) -> Tran
     return model.requires_grad_(False)
 
 
-def _start_value(name: str, noise: Tensor) -> Tensor:
+def start_value(name: str, noise: Tensor) -> Tensor:
+    """Standard normal noise of a parameter's shape -> its value: of a size that lets every mechanism matter."""
     leaf = name.rsplit(".", 2)[-2:]
     if "norm" in leaf[0] or leaf[-1] in ("q_weight", "k_weight"):
         return (1 + 0.1 * noise).bfloat16().float()

@@ -67,6 +67,12 @@ class QuantLinear(nn.Module):
         return linear(quantised, weight, quantised=self.numerics.quantise, impl=self.numerics.product_impl)
 
 
+def embedding(rows: int, width: int, dtype: torch.dtype) -> nn.Embedding:
+    """An embedding whose values are given later. Torch would draw random ones, which takes it seconds of imports on the
+    meta device."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width, dtype=dtype))
+
+
 def inverse_frequencies(config: ModelConfig, spec: LayerSpec) -> Tensor:
     """Rotary frequencies of one layer, float32 [rope_head_dim / 2]; YaRN for every layer with a ratio (facts section 3).
 

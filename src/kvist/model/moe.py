@@ -76,12 +76,14 @@ class ModuleBank(ResidentBank):
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared one. `attach` replaces the experts it owns by a bank that reads them from elsewhere."""
+    """Routed experts plus the shared one. Without `own_experts` a bank must be attached that reads them from elsewhere."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, n_experts: int, n_active: int, *, own_experts: bool = True
+    ) -> None:
         super().__init__()
         self.gate = Router(config, numerics, n_experts, n_active)
-        self.experts = nn.ModuleList(Expert(config, numerics) for _ in range(n_experts))
+        self.experts = nn.ModuleList(Expert(config, numerics) for _ in range(n_experts if own_experts else 0))
         self.shared_experts = Expert(config, numerics)
         self.bank: ExpertBank = ModuleBank(self.experts, numerics)
         self.numerics, self.limit = numerics, config.swiglu_limit

@@ -17,7 +17,7 @@ from kvist.kernels.hyper_connections.ref import collapse
 from kvist.model.block import Block
 from kvist.model.dspark import DraftBlocks
 from kvist.model.engram import EngramReader, hash_rows
-from kvist.model.layers import Linear, RMSNorm
+from kvist.model.layers import Linear, RMSNorm, embedding
 from kvist.model.memory import Shared, SharedMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
@@ -34,7 +34,10 @@ class Flow(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4.1-Flash for any `ModelConfig`. Attach Engram readers and token classes before running."""
+    """DeepSeek-V4.1-Flash for any `ModelConfig`. Attach Engram readers and token classes before running.
+
+    Without `own_experts` it has no parameters for routed experts; attach banks that read them from elsewhere.
+    """
 
     mtp: DraftBlocks | None
     vision: VisionTower | None
@@ -43,16 +46,17 @@ class Transformer(nn.Module):
     image_newline: nn.Parameter
     image_end: nn.Parameter
 
-    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, own_experts: bool = True) -> None:
         super().__init__()
         self.config, self.numerics, self.plan = config, numerics, config.plan
-        self.embed = nn.Embedding(config.vocab_size, config.dim, dtype=numerics.dtype)
+        self.embed = embedding(config.vocab_size, config.dim, numerics.dtype)
         self.layers = nn.ModuleList(
-            Block(config, spec, numerics, config.n_routed_experts, config.n_activated_experts) for spec in self.plan.layers
+            Block(config, spec, numerics, config.n_routed_experts, config.n_activated_experts, own_experts=own_experts)
+            for spec in self.plan.layers
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size, numerics, wide=True)
-        self.mtp = DraftBlocks(config, numerics) if config.n_mtp_layers else None
+        self.mtp = DraftBlocks(config, numerics, own_experts=own_experts) if config.n_mtp_layers else None
         self.vision = self.aligner = None
         if config.vision is not None:
             self.vision = VisionTower(config.vision, numerics.dtype)

@@ -82,14 +82,18 @@ def packed_fp4_bytes(outputs: int, inputs: int) -> int:
     return -(-outputs // LANES) * LANES * 4 * (-(-depth // 4) + -(-groups // 4))
 
 
-def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
-    """Stored FP4 codes [outputs, inputs / 2] and E8M0 scales [outputs, ceil(inputs / 32)], any one-byte dtypes, in panels."""
+def pack_fp4(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Packed:
+    """Stored FP4 codes [outputs, inputs / 2] and E8M0 scales [outputs, ceil(inputs / 32)], any one-byte dtypes, in panels.
+
+    `out`: contiguous uint8 of `packed_fp4_bytes` to write to.
+    """
     native = native_or_none()
     assert native is not None, "callers run the reference where there is no library"
     outputs, depth = codes.shape
     if tuple(scales.shape) != (outputs, -(-depth // FP4_GROUP_BYTES)):
         raise ValueError(f"FP4 codes {list(codes.shape)} need a scale for every 16 bytes of a row, got {list(scales.shape)}")
     source, factors = codes.contiguous(), scales.contiguous()
-    data = torch.empty(packed_fp4_bytes(outputs, 2 * depth), dtype=torch.uint8)
+    data = torch.empty(packed_fp4_bytes(outputs, 2 * depth), dtype=torch.uint8) if out is None else out
+    assert data.is_contiguous() and data.nbytes == packed_fp4_bytes(outputs, 2 * depth), "room for whole panels"
     native.kvist_pack_fp4(source.data_ptr(), factors.data_ptr(), outputs, depth, data.data_ptr())
     return Packed(data, data.data_ptr(), FP4, outputs)
