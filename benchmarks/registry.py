@@ -15,6 +15,7 @@ MODULES: dict[str, str] = {
     "nano-prefill": "nano_prefill",
     "prefix-lookup": "prefix_lookup",
     "page-bookkeeping": "page_bookkeeping",
+    "sampler-step": "sampler_step",
 }
 
 
