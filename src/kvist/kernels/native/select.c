@@ -71,26 +71,29 @@ float score_row(index_shape shape, const float *q, const float *weight, const fl
     return total;
 }
 
-/* The k-th largest of n values; reorders them. */
+/* A float's bits as an integer of the same order (-0 just below +0). */
+INLINE i16v ordered(v16 x)
+{
+    i16v bits = (i16v)x;
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+/* The k-th largest of n values, none NaN, by the bits of the answer from the top. `v` has room for a multiple of 16. */
 static float kth_largest(float *v, int64_t n, int64_t k)
 {
-    int64_t low = 0, high = n - 1, want = k - 1;
-    while (low < high) {
-        float pivot = v[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (v[i] > pivot) i++;
-            while (v[j] < pivot) j--;
-            if (i <= j) {
-                float t = v[i];
-                v[i++] = v[j], v[j--] = t;
-            }
-        }
-        if (want <= j) high = j;
-        else if (want >= i) low = i;
-        else break;
+    int64_t whole = (n + LANES - 1) / LANES * LANES;
+    for (int64_t i = n; i < whole; i++) v[i] = -INFINITY;
+    for (int64_t i = 0; i < whole; i += LANES) store16(v + i, (v16)ordered(load16(v + i)));
+    uint32_t answer = 0; /* offset by 2^31: unsigned order */
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        i16v least = (i16v){0} + (int32_t)((answer | bit) ^ 0x80000000u), count = {0};
+        for (int64_t i = 0; i < whole; i += LANES) count -= (i16v)load16(v + i) >= least;
+        int64_t total = 0;
+        for (int i = 0; i < LANES; i++) total += count[i];
+        if (total >= k) answer |= bit;
     }
-    return v[want];
+    int32_t bits = (int32_t)(answer ^ 0x80000000u);
+    return float_of((uint32_t)(bits ^ ((bits >> 31) & 0x7fffffff)));
 }
 
 void keeper_trim(keeper *kept)

@@ -21,7 +21,7 @@ void score_block(index_shape shape, const float *q, const float *weight, int64_t
 /* The k best of what is offered, ids ascending; `score`, `work` and `id` have room for keeper_room(k). */
 typedef struct { float *score, *work; int64_t *id; int64_t count, k, room; float bar; } keeper;
 
-INLINE int64_t keeper_room(int64_t k) { return 2 * k + 16; }
+INLINE int64_t keeper_room(int64_t k) { return (2 * k + 31) / 16 * 16; }
 INLINE void keeper_reset(keeper *kept, int64_t k)
 {
     kept->count = 0, kept->k = k, kept->room = keeper_room(k), kept->bar = -INFINITY;
