@@ -248,6 +248,14 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One step of everything that runs; the events of all requests (also kept for `generate`)."""
+        with self.runner.guard():
+            events = self._step()
+        for event in events:
+            if event.id in self._outbox:
+                self._outbox[event.id].append(event)
+        return events
+
+    def _step(self) -> list[Event]:
         self._set_verify()
         plan = self.scheduler.plan(self.clock())
         for job in plan.expired:
@@ -268,9 +276,6 @@ class Engine:
                 self._measure(pieces, time.perf_counter() - began)
                 self._draft([piece.job for piece in pieces])
         events, self._ended = [*events, *self._ended], []
-        for event in events:
-            if event.id in self._outbox:
-                self._outbox[event.id].append(event)
         return events
 
     def _fetched(self, pieces: list[Piece]) -> list[Piece]:
@@ -336,8 +341,11 @@ class Engine:
         if not rows:
             return []
         jobs = [row.piece.job for row in rows]
+        logits_WV = result.logits_WV
+        if len(index) < len(logits_WV):
+            logits_WV = logits_WV[torch.tensor(index, device=logits_WV.device)]
         choices = choose(
-            result.logits_WV[torch.tensor(index, device=result.logits_WV.device)],
+            logits_WV,
             [job.request.sampling for job in jobs],
             [len(row.piece.job) + row.depth for row in rows],
             [row.piece.job.reply.behind(row.piece.job.drafts[: row.depth]) for row in rows],
