@@ -1,9 +1,9 @@
 """Joint attention of training: window band and shared rows of uniform sequences in one softmax with a sink.
 
-Owns both forms of one function: plain torch (any device, materialises scores) and flex attention (CUDA, block sparse), which
-reads the selection as a mask so that backward needs no scattered sums. Must not know projections or indexers.
+Owns three forms of one function: plain torch (any device, materialises scores); on CUDA flex attention where all visible rows
+are attended, and a kernel that gathers rows by id where they are selected. Must not know projections or indexers.
 
-Shapes: B sequences, T tokens, H heads, C head width, M rows, L = M + T keys (rows first), n sampled queries.
+Shapes: B sequences, T tokens, H heads, C head width, M rows, K selected, L = M + T keys (rows first), n sampled queries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvist.train.gathered import attend_gathered
 from kvist.train.pieces import allow_variants
+from kvist.train.selection import chosen_mask
 from kvist.train.shapes import Geometry
 
 NEGATIVE = float("-inf")
@@ -34,17 +36,20 @@ def attend(
     window_BTC: Tensor,
     rows_BMC: Tensor | None,
     ratio: int,
-    seen_BTM: Tensor | None,
+    ids_BTK: Tensor | None,
     sink_H: Tensor,
 ) -> Attended:
-    """Attend the window and, if given, rows: those that `seen_BTM` marks, or all visible ones."""
+    """Attend the window and, if given, rows: those with the selected ids (-1: none), or all visible ones."""
     if q_BTHC.is_cuda:
-        return _attend_flex(geometry, q_BTHC, window_BTC, rows_BMC, ratio, seen_BTM, sink_H)
+        if rows_BMC is None or ids_BTK is None:
+            return _attend_flex(geometry, q_BTHC, window_BTC, rows_BMC, ratio, sink_H)
+        return Attended(*attend_gathered(q_BTHC, window_BTC, rows_BMC, ids_BTK, sink_H, geometry.config.window_size))
     masks = [geometry.banded().expand(len(q_BTHC), -1, -1)]
     keys = [window_BTC]
     if rows_BMC is not None:
         keys.insert(0, rows_BMC)
-        masks.insert(0, geometry.visible(ratio).expand(len(q_BTHC), -1, -1) if seen_BTM is None else seen_BTM)
+        visible = geometry.visible(ratio).expand(len(q_BTHC), -1, -1)
+        masks.insert(0, visible if ids_BTK is None else chosen_mask(ids_BTK, rows_BMC.shape[1]))
     return attend_plain(q_BTHC, torch.cat(keys, 1), torch.cat(masks, 2), sink_H)
 
 
@@ -59,13 +64,11 @@ def attend_plain(q_BTHC: Tensor, keys_BLC: Tensor, seen_BTL: Tensor, sink_H: Ten
     return Attended(out.to(q_BTHC.dtype), total)
 
 
-def _attend_flex(
-    geometry: Geometry, q: Tensor, window: Tensor, rows: Tensor | None, ratio: int, seen: Tensor | None, sink: Tensor
-) -> Attended:
+def _attend_flex(geometry: Geometry, q: Tensor, window: Tensor, rows: Tensor | None, ratio: int, sink: Tensor) -> Attended:
     count = 0 if rows is None else rows.shape[1]
     keys = window if rows is None else torch.cat([rows, window], 1)
     blocks = geometry.memo(("blocks", count and ratio), lambda: _block_mask(geometry, count, max(1, ratio)))
-    out, total = _compiled()(q.transpose(1, 2), keys.unsqueeze(1), seen, sink, blocks, count)
+    out, total = _compiled()(q.transpose(1, 2), keys.unsqueeze(1), sink, blocks)
     return Attended(out.transpose(1, 2), total)
 
 
@@ -88,25 +91,11 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_flex, dynamic=False)
 
 
-def _flex(
-    q_BHTC: Tensor, keys_B1LC: Tensor, seen_BTM: Tensor | None, sink_H: Tensor, blocks: Any, count: int
-) -> tuple[Tensor, Tensor]:
+def _flex(q_BHTC: Tensor, keys_B1LC: Tensor, sink_H: Tensor, blocks: Any) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    def chosen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        assert seen_BTM is not None
-        return torch.where((k >= count) | seen_BTM[b, q, torch.clamp(k, max=count - 1)], score, NEGATIVE)
-
-    out, peak = flex_attention(
-        q_BHTC,
-        keys_B1LC,
-        keys_B1LC,
-        score_mod=None if seen_BTM is None else chosen,
-        block_mask=blocks,
-        scale=q_BHTC.shape[-1] ** -0.5,
-        enable_gqa=True,
-        return_lse=True,
-    )
+    scale = q_BHTC.shape[-1] ** -0.5
+    out, peak = flex_attention(q_BHTC, keys_B1LC, keys_B1LC, block_mask=blocks, scale=scale, enable_gqa=True, return_lse=True)
     total = torch.logaddexp(peak, sink_H.view(1, -1, 1))
     return (out * torch.exp(peak - total).unsqueeze(3)).to(q_BHTC.dtype), total
 

@@ -7,10 +7,12 @@ Shapes: B sequences, T tokens, D width, H heads, C head width.
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,9 +21,11 @@ from kvist.config import ModelConfig
 from kvist.kernels.rotary.ref import rotate_ref
 from kvist.model.layers import rotary_table
 from kvist.train import pieces
+from kvist.train.evaluate import documents, windows
 from kvist.train.loop import TIER_NAMES, Recipe
 from kvist.train.optimiser import Optimiser, clip
-from kvist.train.sampling import Sampler
+from kvist.train.sampling import Corpus, Sampler
+from kvist.train.shapes import Geometry
 from kvist.train.weights import Weights
 
 HEAD_WIDTH = 64
@@ -89,31 +93,66 @@ def train_dense(
     inner: int,
     tokens: float,
     seconds: float,
+    held_out: Corpus | None = None,
+    limit: int = 1_200_000,
 ) -> dict[str, Any]:
-    """Train until `tokens` or `seconds`, at the schedule's constant rate after warm-up; losses by tier go to `dense.jsonl`."""
+    """Train until `tokens` or `seconds` under the recipe's own schedule; losses by tier go to `dense.jsonl`.
+
+    Sequences are as long as the main run's at the same progress, but never longer than `recipe.length`. With `held_out` the
+    result has bits per byte a tier, over the same windows as the main model's.
+    """
     weights = {n: w.to(device).requires_grad_() for n, w in dense_values(config, inner, recipe.seed).items()}
     optimiser = Optimiser(config, weights, muon_ratio=recipe.muon_ratio)
-    length = recipe.short_length
-    per_step = recipe.micro_tokens // length
-    frequencies = 1.0 / (10000.0 ** (torch.arange(0, HEAD_WIDTH, 2, device=device) / HEAD_WIDTH))
-    table = rotary_table(torch.arange(length, device=device).repeat(per_step), frequencies)
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
+    taken: dict[int, int] = {}
     began, step, seen, line = time.monotonic(), 0, 0.0, dict[str, Any]()
     sums = torch.zeros(2, 4, device=device)
-    while seen < tokens and time.monotonic() - began < seconds:
-        batch = sampler.batch(range(step * per_step, (step + 1) * per_step), length).to(device)
+    while (progress := max(seen / tokens, (time.monotonic() - began) / seconds)) < 1:
+        length = recipe.short_length if progress < recipe.dense_until else recipe.length
+        per_step, first = recipe.step_tokens // length, taken.get(length, 0)
+        batch = sampler.batch(range(first, first + per_step), length).to(device)
+        taken[length] = first + per_step
+        table = tables.setdefault(length, _table(length, per_step, device))
         losses = dense_losses(config, weights, batch.tokens, batch.targets, table)
         losses.mean().backward()
         clip(weights, recipe.clip)
-        optimiser.step(recipe.rate * min(1.0, (step + 1) / 50))
+        optimiser.step(recipe.rate_at(progress, step))
         kinds = F.one_hot(batch.tier, 4).float()
         sums += torch.stack([losses.detach().view(per_step, -1).sum(1) @ kinds, kinds.sum(0) * length])
         step, seen = step + 1, seen + per_step * length
         if step % recipe.log_every == 0:
             total, count = sums.cpu().tolist()
             by_tier = {n: round(a / b, 4) for n, a, b in zip(TIER_NAMES, total, count, strict=True) if b}
-            line = {"step": step, "tokens_seen": seen, "loss": round(sum(total) / sum(count), 4), "loss_by_tier": by_tier}
-            line |= {"active_parameters": active_parameters(weights), "seconds": round(time.monotonic() - began, 1)}
+            line = {"step": step, "length": length, "tokens_seen": seen, "loss": round(sum(total) / sum(count), 4)}
+            line |= {"loss_by_tier": by_tier, "active_parameters": active_parameters(weights)}
+            line |= {"seconds": round(time.monotonic() - began, 1)}
             with (folder / "dense.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(line) + "\n")
             sums.zero_()
+    if held_out is not None:
+        line["bits_per_byte"] = {
+            tier: dense_bits_per_byte(config, weights, *documents(held_out, tier, limit), recipe, device)
+            for tier in ("prose", "docs", "code")
+        }
+        (folder / "dense.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     return line
+
+
+def _table(length: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies = 1.0 / (10000.0 ** (torch.arange(0, HEAD_WIDTH, 2, device=device) / HEAD_WIDTH))
+    return rotary_table(torch.arange(length, device=device).repeat(batch), frequencies)
+
+
+@torch.no_grad()
+def dense_bits_per_byte(
+    config: ModelConfig, weights: Weights, ids: np.ndarray, utf8_bytes: int, recipe: Recipe, device: torch.device
+) -> float:
+    """The dense model's loss in bits over all targets of a stream, divided by the text's bytes; windows as in `evaluate`."""
+    batch = max(1, recipe.micro_tokens // recipe.length)
+    geometry = Geometry(config=config, batch=batch, length=recipe.length, device=device)
+    table = _table(recipe.length, batch, device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for cpu_batch in windows(ids, geometry, config.engram_pad_id):
+        here = cpu_batch.to(device)
+        total += (dense_losses(config, weights, here.tokens, here.targets, table) * here.counted.flatten()).double().sum()
+    return round(float(total) / math.log(2) / utf8_bytes, 4)

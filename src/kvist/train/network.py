@@ -21,7 +21,7 @@ from kvist.kernels.rotary.ref import rotate_ref as rotate
 from kvist.train import pieces
 from kvist.train.attention import attend, row_mass
 from kvist.train.quantisers import main_fp4, mxfp4
-from kvist.train.selection import distillation, recall, select
+from kvist.train.selection import distillation, recall, scores, select
 from kvist.train.shapes import Batch, Geometry, engram_rows
 from kvist.train.sinkhorn import balance
 
@@ -40,8 +40,8 @@ class Mode:
 class Source:
     """What one index source has gathered from its readers: sampled scores and masses, and its selection."""
 
-    chosen: Tensor | None
-    pool: Tensor | None
+    ids_BTK: Tensor | None
+    kept_BTY: Tensor | None
     scores_BnM: Tensor | None
     mass_BnM: Tensor | None = None
     readers: int = 0
@@ -174,7 +174,7 @@ class Network:
             kv.unflatten(0, (g.batch, g.length)),
             None if source is None else self.rows,
             spec.ratio,
-            None if source is None else source.chosen,
+            None if source is None else source.ids_BTK,
             self.w[f"{prefix}.attn.attn_sink"],
         )
         if source is not None and self.queries_n is not None:
@@ -204,16 +204,16 @@ class Network:
         assert keys is not None
         weights = self.w[f"{at}.wq_b.weight"], self.w[f"{at}.weights_proj.weight"]
         rank, h = rank.detach(), h.detach()
-        source = Source(chosen=None, pool=None, scores_BnM=None)
+        source = Source(ids_BTK=None, kept_BTY=None, scores_BnM=None)
         if self.mode.select:
             with torch.no_grad():
                 q, weight = self._fused(pieces.index_queries)(
                     rank, h, *weights, g.rotary(spec), c.index_n_heads, self.mode.quantise
                 )
-            held = None if spec.candidate_source is None else self.sources[spec.candidate_source].pool
+            held = None if spec.candidate_source is None else self.sources[spec.candidate_source].kept_BTY
             split = (g.batch, g.length)
-            source.chosen, source.pool = select(
-                c, q.unflatten(0, split), weight.unflatten(0, split), keys.detach(), g.visible(spec.ratio), held,
+            source.ids_BTK, source.kept_BTY = select(
+                c, q.unflatten(0, split), weight.unflatten(0, split), keys.detach(), spec.ratio, held,
                 spec.publishes_candidates,
             )  # fmt: skip
         if self.queries_n is not None:
@@ -241,8 +241,8 @@ class Network:
             visible = self.geometry.visible(self.config.plan.layers[index].ratio)[self.queries_n]
             mass = source.mass_BnM / source.readers
             out.index_losses[index] = self._fused(distillation)(source.scores_BnM, mass, visible)
-            if source.chosen is not None:
-                out.recalls[index] = recall(source.chosen[:, self.queries_n], mass)
+            if source.ids_BTK is not None:
+                out.recalls[index] = recall(source.ids_BTK[:, self.queries_n], mass)
 
 
 def _finish_rows(latent: Tensor, key: Tensor, table: tuple[Tensor, Tensor], quantise: bool) -> tuple[Tensor, Tensor]:
@@ -262,5 +262,4 @@ def _sampled_scores(
 ) -> Tensor:
     q, weight = pieces.index_queries(rank, h, wq_b, weights, table, heads, quantise)
     q, weight = (x.unflatten(0, (len(keys_BMI), -1)) for x in (q, weight))
-    products = torch.einsum("bnji,bmi->bnjm", q, keys_BMI).relu()
-    return (products.float() * weight.float().unsqueeze(3)).sum(2)
+    return scores(q, weight, keys_BMI)

@@ -71,8 +71,9 @@ def run(
     results: dict[str, Any] = {}
     if "baseline" in stages:
         results["baseline"] = train_dense(
-            config, recipe, sampler, out, place, inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds
-        )
+            config, recipe, sampler, out, place, inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds,
+            held_out=Corpus(data, "heldout"), limit=limit,
+        )  # fmt: skip
     if set(stages) <= {"baseline"}:
         return results
     classes = _classes(config, file, place)
