@@ -26,6 +26,7 @@ FILE_NAME: Final = "index.sqlite"
 INDEX_VERSION: Final = 1
 BYTES_A_PAGE: Final = 160
 """What the index is counted with against a byte budget (measured: about 110 to 150 bytes a page)."""
+MOST_KEYS: Final = 64
 _APPLICATION: Final = 0x4B564953
 _SCHEMA: Final = """
 CREATE TABLE pages (key BLOB PRIMARY KEY, slot INTEGER NOT NULL, sequence INTEGER NOT NULL, clock INTEGER NOT NULL) WITHOUT ROWID;
@@ -99,6 +100,13 @@ class PageIndex:
         with self._read_lock:
             row = self._reader.execute("SELECT key, slot, sequence, clock FROM pages WHERE key = ?", (key,)).fetchone()
         return None if row is None else _entry(row)
+
+    def find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        """The entries of those of at most `MOST_KEYS` keys that are there; about 3 us a key."""
+        marks = ",".join("?" * len(keys))
+        with self._read_lock:
+            rows = self._reader.execute(f"SELECT key, slot, sequence, clock FROM pages WHERE key IN ({marks})", keys).fetchall()
+        return {entry.key: entry for entry in map(_entry, rows)}
 
     def entries(self, first_slot: int = 0) -> Iterator[Entry]:
         """All entries in key order, those in slots below `first_slot` left out; no transaction stays open between chunks."""

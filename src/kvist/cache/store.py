@@ -24,16 +24,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile
-from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
+from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile, runs_of
+from kvist.cache.page_index import MOST_KEYS, DamagedIndex, Entry, is_damage, is_full
 from kvist.cache.record import KEY_BYTES, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
 from kvist.cache.store_directory import (
     UNLIMITED,
-    capacity_of,
     is_no_room,
     lock_for_writing,
     make_index,
@@ -127,30 +127,19 @@ class PageStore:
 
     def get(self, key: bytes) -> memoryview | None:
         """The proved bytes of a page, or None: absent, failed, damaged (then dropped and counted) or just replaced."""
-        for _ in range(2):
-            entry = self._find(key)
-            if entry is None:
-                break
-            if self._is_negative(entry):
-                self._count("negative_hits")
-                return None
-            found = self.prove(entry)
-            if not isinstance(found, str):
-                self._count("hits")
-                self._want(entry)
-                return found.payload
-            if found != "superseded":
-                return None
-        self._count("misses")
-        return None
+        return self._get(key, self._find(key))
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
-        """`get` for keys in order; the kernel reads the next page while one is proved."""
-        for at, key in enumerate(keys):
-            if at + 1 < len(keys) and (ahead := self._find(keys[at + 1])) is not None:
-                with suppress(OSError):  # advice only: the read itself reports
-                    self._file.will_need(ahead.slot)
-            yield self.get(key)
+        """`get` for keys in order, at the speed of the disk: pages of one prefix mostly lie one after another."""
+        for at in range(0, len(keys), MOST_KEYS):
+            part = keys[at : at + MOST_KEYS]
+            entries = self._find_many(part)
+            slots = [entries[key].slot for key in part if key in entries]
+            for before, slot in pairwise(slots):
+                if slot != before + 1:  # the kernel reads ahead by itself, except over a gap
+                    with suppress(OSError):  # advice only: the read itself reports
+                        self._file.will_need(slot)
+            yield from (self._get(key, entries.get(key)) for key in part)
 
     def prove(self, entry: Entry) -> Stored | str:
         """Read an indexed page and prove it; a damaged one is counted and dropped by this.
@@ -270,13 +259,6 @@ class PageStore:
             self._recount()
         return gone
 
-    def set_budget(self, budget_bytes: int) -> int:
-        """Bound page file and index from now on; returns how many pages went. Raises `StoreBudgetTooSmall`."""
-        capacity = capacity_of(budget_bytes, self.geometry)
-        gone = self.shrink(capacity)
-        self._capacity = capacity
-        return gone
-
     def stat(self) -> StoreStat:
         """Pages and bytes now."""
         pages, index = self._index.pages, self._index.path
@@ -302,6 +284,24 @@ class PageStore:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+    def _get(self, key: bytes, entry: Entry | None) -> memoryview | None:
+        for _ in range(2):
+            if entry is None:
+                break
+            if self._is_negative(entry):
+                self._count("negative_hits")
+                return None
+            found = self.prove(entry)
+            if not isinstance(found, str):
+                self._count("hits")
+                self._want(entry)
+                return found.payload
+            if found != "superseded":
+                return None
+            entry = self._find(key)
+        self._count("misses")
+        return None
 
     def _put(self, pages: Sequence[Page]) -> int:
         fresh: dict[bytes, Page] = {}
@@ -346,7 +346,7 @@ class PageStore:
         ]
         written = 0
         try:
-            for first, last in _runs(slots):
+            for first, last in runs_of(slots):
                 self._file.write(slots[first], records[first:last])
                 written = last
         except OSError as error:
@@ -440,6 +440,15 @@ class PageStore:
             self._note_index(error)
             return None
 
+    def _find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        if self._bad_index:
+            return {}
+        try:
+            return self._index.find_many(keys)
+        except sqlite3.Error as error:
+            self._note_index(error)
+            return {}
+
     def _note_index(self, error: sqlite3.Error) -> None:
         self._count("full" if is_full(error) else "index_errors")
         self._bad_index = self._bad_index or is_damage(error)
@@ -455,6 +464,8 @@ class PageStore:
                 self._wanted.popitem(last=False)
 
     def _is_negative(self, entry: Entry) -> bool:
+        if not self._negative:
+            return False
         with self._small:
             sequence, until = self._negative.get(entry.key, (-1, 0.0))
             return sequence == entry.sequence and time.monotonic() < until
@@ -484,12 +495,3 @@ class PageStore:
     def _count(self, name: str, by: int = 1) -> None:
         with self._small:
             setattr(self.counters, name, getattr(self.counters, name) + by)
-
-
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) ranges of positions whose slots follow one another."""
-    first = 0
-    for at in range(1, len(slots) + 1):
-        if at == len(slots) or slots[at] != slots[at - 1] + 1:
-            yield first, at
-            first = at
