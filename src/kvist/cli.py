@@ -111,10 +111,40 @@ def _global(
 def plan(
     model: Annotated[str, typer.Argument(metavar="PRESET|MODEL", help="v41-flash, v41-flash-slim, nano, tiny, or a model")],
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="write the figures there (needs kvist[plot])")] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="instead: where it lies on a machine, and the tokens/s its bytes allow")
+    ] = False,
+    disk_gbps: Annotated[float, typer.Option(help="--fit: 10^9 bytes/s that the disk reads")] = 2.0,
+    ram_gb: Annotated[float, typer.Option(help="--fit: host memory, 10^9 bytes")] = 32.0,
+    gpu_gb: Annotated[float, typer.Option(help="--fit: device memory; 0: none")] = 0.0,
+    ram_gbps: Annotated[float, typer.Option(help="--fit: host memory's rate")] = 20.0,
+    gpu_gbps: Annotated[float, typer.Option(help="--fit: device memory's rate")] = 1000.0,
+    link_gbps: Annotated[float, typer.Option(help="--fit: host to device")] = 25.0,
+    disk_kiops: Annotated[float, typer.Option(help="--fit: thousands of random reads/s")] = 100.0,
+    reserve_gb: Annotated[float, typer.Option(help="--fit: host memory for the program and the system")] = 1.0,
+    held: Annotated[str, typer.Option(help="--fit: dense weights as stored, bfloat16 or float32")] = "bfloat16",
+    context: Annotated[int, typer.Option(help="--fit: tokens of context a stream")] = 4096,
+    streams: Annotated[int, typer.Option(help="--fit: requests that decode together")] = 1,
 ) -> None:
     """What a configuration costs: layers, parameters, bytes by tensor class, cache bytes a token, operations a token."""
     from kvist.plan import print_report, report, write_figures
 
+    if fit:
+        from kvist.plan import Machine, print_fit
+        from kvist.plan import fit as place
+
+        machine = Machine(
+            disk_gbps=disk_gbps,
+            ram_gb=ram_gb,
+            gpu_gb=gpu_gb,
+            ram_gbps=ram_gbps,
+            gpu_gbps=gpu_gbps,
+            link_gbps=link_gbps,
+            disk_kiops=disk_kiops,
+            reserve_gb=reserve_gb,
+        )
+        print_fit(place(_configuration(model), machine, held=held, context=context, streams=streams), _output())
+        return
     result = report(_configuration(model))
     print_report(result, _output())
     if plot is not None:
@@ -157,15 +187,25 @@ def generate(
     chunk: Annotated[int, typer.Option(help="prompt tokens a pass")] = 512,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="bits independent of batch and chunk")] = False,
     impl: Annotated[str, typer.Option(help="operators: cpu (fused C) or ref")] = "cpu",
+    expert_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="leave experts and tables in the files; hold at most e.g. 8GB of experts")
+    ] = None,
 ) -> None:
     """Continue a text, streaming; a progress bar while a long prompt is read."""
     from kvist.engine.generate import GenerateParams
     from kvist.engine.sampler import SamplingParams
-    from kvist.engine.terminal import RunOptions, read_prompt, run_generate
+    from kvist.engine.terminal import RunOptions, parse_bytes, read_prompt, run_generate
 
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     params = GenerateParams(max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()))
-    options = RunOptions(replay=replay, dtype=dtype, chunk=chunk, deterministic=deterministic, impl=impl)
+    options = RunOptions(
+        replay=replay,
+        dtype=dtype,
+        chunk=chunk,
+        deterministic=deterministic,
+        impl=impl,
+        expert_budget_bytes=None if expert_budget is None else parse_bytes(expert_budget),
+    )
     run_generate(model, read_prompt(prompt, prompt_file), params, options, _errors())
 
 

@@ -16,6 +16,7 @@ from kvist.checkpoint import ExpertStore, build_model, convert, fetch_counters, 
 from kvist.config import ModelConfig
 from kvist.engine.session import Sequence, Session
 from kvist.inventory import parameters
+from kvist.kernels.native import library
 from kvist.model.numerics import Numerics
 from kvist.presets import preset
 from kvist.testing import bit_equal
@@ -163,6 +164,30 @@ def test_a_batch_that_wants_most_of_a_layer_streams_the_next_one(stored) -> None
         with portion:
             pass
     assert store.counters().ahead_loads == config.n_routed_experts
+
+
+@pytest.mark.parametrize("kind", ["ref", "ref-bf16", "deterministic"])
+def test_device_host_and_disk(stored, resident, kind: str) -> None:
+    """Three tiers, the CPU standing for the device: the smaller cache in front of the larger one."""
+    options = {"expert_budget_bytes": 40 * ONE, "device_expert_budget_bytes": 6 * ONE}
+    model = build_model(stored("fp4"), numerics=NUMERICS[kind], classes=CLASSES, **options)
+    for got, expected in zip(outputs(model), resident(kind), strict=True):
+        assert bit_equal(got, expected)
+    counters = fetch_counters(model)
+    assert counters.experts is not None
+    assert counters.device_experts is not None
+    assert counters.device_experts.peak_bytes <= 6 * ONE
+    assert counters.device_experts.bytes_read > counters.experts.bytes_read, "host memory held what the device let go"
+    assert counters.experts.hits > 0
+
+
+def test_a_device_budget_is_checked(stored) -> None:
+    _, config, files = open_files(stored("fp4"))
+    with pytest.raises(ValueError, match="device expert budget of 5 bytes holds no expert"):
+        ExpertStore(files, config, Numerics(), 4 * ONE, device_budget_bytes=5)
+    if library() is not None:
+        with pytest.raises(ValueError, match="a device budget needs another device or impl"):
+            ExpertStore(files, config, Numerics(impl="cpu"), 8 * ONE, device_budget_bytes=8 * ONE)
 
 
 @pytest.mark.parametrize("budget", [0, 1, ONE - 1])

@@ -67,8 +67,8 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main(folder: str, dtype: str, budget: int, allowance: int) -> None:
-    """`budget` of experts (0: a resident model) and `allowance` of private bytes beyond an idle process (0: no limit)."""
+def main(folder: str, dtype: str, budget: int, allowance: int, prompt: int) -> None:
+    """Continue `prompt` tokens. `budget` of experts (0: a resident model) and `allowance` of private bytes beyond an idle process (0: no limit)."""
     threading.stack_size(1 << 18)
     torch.set_num_threads(1)
     torch.zeros(64, 64) @ torch.zeros(64, 64)  # what torch sets up on first use is not the model's
@@ -81,8 +81,8 @@ def main(folder: str, dtype: str, budget: int, allowance: int) -> None:
         model = build_model(
             folder, numerics=numerics, classes=classes, access="read", engram="read", expert_budget_bytes=budget or None
         )
-        session = Session(model, chunk=16)
-        sequence = Sequence(0, torch.arange(4, 44))
+        session = Session(model, chunk=64)
+        sequence = Sequence(0, torch.arange(4, 4 + prompt))
         logits = session.prefill([sequence])
         for _ in range(8):
             sequence.append(int(logits.argmax()))
@@ -103,4 +103,4 @@ def main(folder: str, dtype: str, budget: int, allowance: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -42,11 +42,12 @@ class Held:
 
 
 class ExpertStore:
-    """All routed experts of an opened checkpoint behind a cache of `budget_bytes`.
+    """All routed experts of an opened checkpoint behind a cache of `budget_bytes` of host memory.
 
-    `numerics` decides the form in which experts are held and handed out, `device` where dequantised ones go. Beside the budget,
-    one expert's dequantised values exist at a time where the native operator does not run. `look_ahead`: read what the next
-    layer used last time while this one computes. Raises ValueError for a budget below the largest expert.
+    `numerics` decides the form in which experts are held and handed out, `device` where dequantised ones go;
+    `device_budget_bytes` of stored ones are kept there too. Beside the budgets exist one expert a reading thread, and one
+    expert's dequantised values where the native operator does not run. `look_ahead`: read what the next layer used last time
+    while this one computes. Raises ValueError for a budget below the largest expert.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ExpertStore:
         budget_bytes: int,
         *,
         device: torch.device | str = "cpu",
+        device_budget_bytes: int | None = None,
         look_ahead: bool = True,
         reads: FileReads | None = None,
         readers: int = 2,
@@ -68,13 +70,20 @@ class ExpertStore:
         self.native = native and native_or_none() is not None
         self.experts = _expert_parameters(config)
         largest = max((self.nbytes(key) for key in self.experts), default=0)
-        if budget_bytes < largest:
-            raise ValueError(
-                f"an expert budget of {budget_bytes:,} bytes holds no expert: the largest takes {largest:,} bytes; "
-                f"give at least that, better {2 * config.n_activated_experts} times as much"
-            )
-        self.portion_bytes = max(largest, budget_bytes // 2)
-        self.cache: BoundedCache[Key, Held] = BoundedCache(self.load, self.nbytes, budget_bytes, name="experts", workers=readers)
+        front_bytes = budget_bytes if device_budget_bytes is None else device_budget_bytes
+        for what, budget in (("expert", budget_bytes), ("device expert", front_bytes)):
+            if budget < largest:
+                raise ValueError(
+                    f"an {what} budget of {budget:,} bytes holds no expert: the largest takes {largest:,} bytes; "
+                    f"give at least that, better {2 * config.n_activated_experts} times as much"
+                )
+        self.portion_bytes = max(largest, front_bytes // 2)
+        self.host: BoundedCache[Key, Held] = BoundedCache(self.load, self.nbytes, budget_bytes, name="experts", workers=readers)
+        self.front = self.host
+        if device_budget_bytes is not None:
+            if self.native:
+                raise ValueError("native operators read experts from host memory; a device budget needs another device or impl")
+            self.front = BoundedCache(self.upload, self.nbytes, front_bytes, name="device-experts", workers=readers)
         layers = sorted({layer for layer, _ in self.experts})
         self.banks: Mapping[int, FileBank] = {layer: FileBank(self, layer) for layer in layers}
         for layer, following in pairwise(layers):
@@ -84,12 +93,17 @@ class ExpertStore:
             self.banks[layers[-1]].following = self.banks[layers[0]]
 
     def counters(self) -> CacheCounters:
-        """Hits, misses, bytes and seconds since the start."""
-        return self.cache.counters()
+        """Hits, misses, bytes and seconds of host memory since the start."""
+        return self.host.counters()
+
+    def device_counters(self) -> CacheCounters | None:
+        """The same of the device's cache, if there is one."""
+        return None if self.front is self.host else self.front.counters()
 
     def close(self) -> None:
         """Stop the reading threads; the model must not run afterwards."""
-        self.cache.close()
+        self.front.close()
+        self.host.close()
 
     def nbytes(self, key: Key) -> int:
         """Bytes that one expert takes while held."""
@@ -118,6 +132,18 @@ class ExpertStore:
             room = room[size:]
         return Held(None, (packed[0], packed[1], packed[2]))
 
+    def upload(self, key: Key) -> Held:
+        """The stored planes of one expert on the device, by way of host memory."""
+        with self.host.hold([key]) as (held,):
+            assert held.planes is not None
+            return Held(
+                tuple(
+                    (_there(codes, self.device, copy=True), _there(scales, self.device, copy=True))
+                    for codes, scales in held.planes
+                ),
+                None,
+            )
+
     def _staging(self, three: tuple[Parameter, ...]) -> Tensor:
         """This thread's own buffer for the stored bytes of an expert, kept: they live only until they are packed."""
         size = sum(parameter.nbytes for parameter in three)
@@ -132,7 +158,7 @@ class ExpertStore:
             return held.packed
         assert held.planes is not None
         first, second, third = (
-            _dequantise(parameter, codes.to(self.device), None if scales is None else scales.to(self.device), self.numerics.dtype)
+            _dequantise(parameter, _there(codes, self.device), _there(scales, self.device), self.numerics.dtype)
             for parameter, (codes, scales) in zip(self.experts[key], held.planes, strict=True)
         )
         return first, second, third
@@ -184,7 +210,7 @@ class FileBank:
 
     @contextmanager
     def _hold(self, keys: list[Key], then: list[Key]) -> Iterator[Sequence[tuple[int, Triple]]]:
-        with self.store.cache.hold(keys, then) as held:
+        with self.store.front.hold(keys, then) as held:
             yield _Values(self.store, keys, held)
 
     def _likely_next(self, ids: Sequence[int]) -> list[Key]:
@@ -237,6 +263,14 @@ def _pack(parameter: Parameter, codes: Tensor, scales: Tensor | None, room: Tens
     data = room.view(torch.int32).view(made.data.shape)
     data.copy_(made.data)
     return made._replace(data=data, pointer=data.data_ptr())
+
+
+@overload
+def _there(plane: Tensor, device: torch.device, *, copy: bool = False) -> Tensor: ...
+@overload
+def _there(plane: None, device: torch.device, *, copy: bool = False) -> None: ...
+def _there(plane: Tensor | None, device: torch.device, *, copy: bool = False) -> Tensor | None:
+    return None if plane is None else plane.to(device, copy=copy)
 
 
 def _dequantise(parameter: Parameter, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -93,14 +93,15 @@ def build_model(
     access: Access = "mmap",
     classes: Tensor | None = None,
     expert_budget_bytes: int | None = None,
+    device_expert_budget_bytes: int | None = None,
     engram_cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Transformer:
     """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
 
     The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
     dtype too; `classes` replaces the token classes that the folder's tokenizer gives. With `expert_budget_bytes` routed
-    experts stay in the files and are read as they are chosen, at most so many bytes of them held at a time
-    (`ExpertStore`); the results are the same bit for bit. `engram`: tables mapped (`mmap`; a file that shrinks while the
+    experts stay in the files and are read as they are chosen, at most so many bytes of them held at a time, and at most
+    `device_expert_budget_bytes` on a device that is not the host (`ExpertStore`); the results are the same bit for bit. `engram`: tables mapped (`mmap`; a file that shrinks while the
     model runs ends the process), in `memory`, or `read` row by row through a cache of `engram_cache_bytes` with prefetch,
     where a failing read is an error of the call (`EngramStore`).
     Raises `ConfigError`, `CheckpointMismatch`, `ModelNotFound`, or ValueError for a budget below one expert.
@@ -110,7 +111,9 @@ def build_model(
     with torch.device("meta"):
         transformer = Transformer(config, numerics, own_experts=expert_budget_bytes is None)
     if expert_budget_bytes is not None:
-        transformer.attach_experts(ExpertStore(files, config, numerics, expert_budget_bytes, device=device).banks)
+        on_device = device_expert_budget_bytes
+        store = ExpertStore(files, config, numerics, expert_budget_bytes, device=device, device_budget_bytes=on_device)
+        transformer.attach_experts(store.banks)
     # A module may keep a parameter wider than the file has it (router, head): widening BF16 is exact.
     kept = {name: value.dtype for name, value in transformer.state_dict().items()}
     state = {
@@ -134,20 +137,21 @@ class FetchCounters:
     """What a model has read while running; None for a part that is resident or mapped."""
 
     experts: CacheCounters | None
+    device_experts: CacheCounters | None
     engram: EngramCounters | None
 
 
 def fetch_counters(model: Transformer) -> FetchCounters:
     """Counters of a built model's expert and Engram stores, for metrics."""
-    experts, engram = None, None
+    experts, on_device, engram = None, None, None
     for block in model.layers:
         assert isinstance(block, Block)
         if isinstance(block.ffn.bank, FileBank):
-            experts = block.ffn.bank.store.counters()
+            experts, on_device = block.ffn.bank.store.counters(), block.ffn.bank.store.device_counters()
         reader = block.engram.reader if block.engram is not None else None
         if isinstance(reader, StoredTable) and reader.store is not None:
             engram = reader.store.counters()
-    return FetchCounters(experts=experts, engram=engram)
+    return FetchCounters(experts=experts, device_experts=on_device, engram=engram)
 
 
 def token_classes(folder: Path, config: ModelConfig) -> Tensor:

@@ -5,6 +5,7 @@ Owns the words and tables a person sees. Must not hold any logic of generation.
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvist.checkpoint import build_model, locate
+from kvist.checkpoint import build_model, fetch_counters, locate
 from kvist.config import ModelConfig
 from kvist.engine.generate import Finished, GenerateParams, TextDelta, stream
 from kvist.engine.sampler import SamplingParams
@@ -31,12 +32,16 @@ from kvist.text.tokenizer import Tokenizer
 LONG_PROMPT_TOKENS = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BOOK = "persuasion.txt"
+_SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 DEMO_CONTEXT = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run a model: where decoder windows come from, number type, prefill chunk, operators."""
+    """How to run a model: where decoder windows come from, number type, prefill chunk, operators.
+
+    `expert_budget_bytes`: leave routed experts and Engram tables in the files and hold so many bytes of experts at most.
+    """
 
     replay: str = "bounded"
     dtype: str = "float32"
@@ -44,6 +49,7 @@ class RunOptions:
     deterministic: bool = False
     impl: str = "cpu"
     ced: bool = True
+    expert_budget_bytes: int | None = None
 
 
 def load_session(name: str, options: RunOptions) -> tuple[Session, Tokenizer]:
@@ -54,7 +60,11 @@ def load_session(name: str, options: RunOptions) -> tuple[Session, Tokenizer]:
     impl = "ref" if options.deterministic else options.impl
     dtype = DTYPES[options.dtype]
     numerics = Numerics(dtype=dtype, deterministic=options.deterministic, impl=impl)
-    model = build_model(folder, dtype=dtype, numerics=numerics)
+    budget = options.expert_budget_bytes
+    if budget is None:
+        model = build_model(folder, numerics=numerics)
+    else:
+        model = build_model(folder, numerics=numerics, access="read", engram="read", expert_budget_bytes=budget)
     session = Session(model, replay=options.replay, chunk=options.chunk, ced=options.ced)
     return session, Tokenizer(folder)
 
@@ -64,6 +74,8 @@ def run_generate(name: str, prompt: str, params: GenerateParams, options: RunOpt
     session, tokenizer = load_session(name, options)
     finished = stream_to(sys.stdout.write, session, tokenizer, text_ids(session, tokenizer, prompt), params, status)
     status.print(summary(finished), style="dim", highlight=False)
+    if fetched := fetch_summary(session):
+        status.print(fetched, style="dim", highlight=False, soft_wrap=True)
 
 
 def text_ids(session: Session, tokenizer: Tokenizer, text: str) -> list[int]:
@@ -114,6 +126,32 @@ def summary(finished: Finished) -> str:
         f"{finished.prompt_tokens} prompt tokens at {finished.prompt_tokens / max(finished.prefill_s, 1e-9):,.0f}/s, "
         f"{new} new at {max(new - 1, 0) / max(finished.decode_s, 1e-9):,.1f}/s; ended by {why}"
     )
+
+
+def fetch_summary(session: Session) -> str:
+    """One line about what was read from the files while running; empty for a resident model."""
+    counters = fetch_counters(session.model)
+    parts = []
+    if (experts := counters.experts) is not None:
+        parts.append(
+            f"experts: {experts.hits:,} found, {experts.late:,} on their way, {experts.misses:,} not; "
+            f"{experts.bytes_read / 1e9:,.3f} GB read, {experts.stall_s:,.2f} s waited, at most {experts.peak_bytes / 1e9:,.3f} GB held"
+        )
+    if (engram := counters.engram) is not None:
+        parts.append(
+            f"Engram rows: {engram.distinct:,} asked for, {100 * engram.hit_rate:.0f}% found; "
+            f"{engram.bytes_read / 1e6:,.2f} MB read, {engram.stall_s:,.2f} s waited"
+        )
+    return "\n".join(parts)
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 500MB, 8GB, 1.5GiB or plain bytes. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no size; give bytes or a number above 0 with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    power = "KMGT".find((match[2] or " ")[0].upper()) + 1
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def book_text() -> str:
