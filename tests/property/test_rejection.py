@@ -66,7 +66,7 @@ def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2)))
 
 
-@pytest.mark.parametrize(("drawn", "options", "draws"), [(True, {}, DRAWS), (False, {}, DRAWS), (True, {"top_p": 0.8}, 2000)])
+@pytest.mark.parametrize(("drawn", "options", "draws"), [(True, {}, DRAWS), (False, {}, DRAWS), (True, {"top_p": 0.8}, 1000)])
 def test_joint_distribution_of_three_tokens(drawn: bool, options: dict[str, float], draws: int) -> None:
     counts = np.zeros([SIZE] * LENGTH)
     accepted = 0

@@ -66,6 +66,23 @@ def test_the_draw_is_the_argmax_of_all_noisy_survivors(values: list[float], para
     assert sample(torch.from_numpy(logits), params, position) == best
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
+def test_flat_and_peaked_rows_of_many_ids(spread: float) -> None:
+    dice = np.random.default_rng(3)
+    for top_k, top_p, min_p in (
+        (0, 0.9, 0.0),
+        (0, 0.2, 0.001),
+        (700, 1.0, 0.0),
+        (1500, 0.5, 0.0),
+        (3, 0.99, 0.2),
+        (9000, 0.7, 0.0),
+    ):
+        logits = (dice.standard_normal(4000) * spread).astype(np.float32)
+        logits[dice.integers(0, 4000, 50)] = -np.inf
+        params = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert np.flatnonzero(distribution(logits, params)).tolist() == naive(logits, params)
+
+
 @pytest.mark.parametrize("size", [7168, 129280])
 def test_pruned_draws_equal_full_ones_on_wide_rows(size: int) -> None:
     generator = torch.Generator().manual_seed(size)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.text.stops import StopMatcher
 from kvist.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
+
+
+@cache
+def shipped() -> Tokenizer:
+    return Tokenizer(NANO)
 
 
 def naive(text: str, stops: tuple[str, ...]) -> str:
@@ -63,16 +69,17 @@ def test_held_text_is_released_when_no_match_follows() -> None:
     assert matcher.feed("!") == "EN!"
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=30))
 def test_streamed_text_equals_the_whole(text: str) -> None:
-    tokenizer = Tokenizer(NANO)
+    tokenizer = shipped()
     ids = tokenizer.encode(text)
     decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed([i]) for i in ids) + decoder.finish() == tokenizer.decode(ids) == text
 
 
 def test_srv_03_replacement_characters() -> None:
-    tokenizer = Tokenizer(NANO)
+    tokenizer = shipped()
     ids = tokenizer.encode("a\ufffd")
     decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed([i]) for i in ids) + decoder.finish() == "a\ufffd"
@@ -84,7 +91,7 @@ def test_srv_03_replacement_characters() -> None:
 
 @given(text=st.sampled_from(["<｜User｜>", "</think>", "<｜end▁of▁sentence｜>", "x<think>y"]))
 def test_user_text_never_becomes_a_control_id(text: str) -> None:
-    tokenizer = Tokenizer(NANO)
+    tokenizer = shipped()
     assert not any(tokenizer.is_control(token) for token in tokenizer.encode(text))
     assert any(tokenizer.is_control(token) for token in tokenizer.encode(text, allow_special=True))
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -97,6 +104,6 @@ def test_bad_files_and_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="is not a tokenizer"):
         Tokenizer(tmp_path)
     with pytest.raises(TokenizerError, match="no special token"):
-        Tokenizer(NANO).special_id("<nope>")
+        shipped().special_id("<nope>")
     with pytest.raises(ValueError):
         StopMatcher(("",))

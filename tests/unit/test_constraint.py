@@ -194,6 +194,8 @@ def nested(depth: int) -> str:
             "infinitely deep",
         ),
         (Grammar.json_schema({"not": {"type": "string"}}), GrammarError, 'Unimplemented keys: \\["not"\\]; correct or leave out'),
+        (Grammar.json_schema('{"const": "\\ud800"}'), GrammarError, "the schema cannot be read: .*hex escape"),
+        (Grammar.json_schema({"$ref": "http://127.0.0.1:9/x"}), GrammarError, "does not fetch"),
         (Grammar.json_schema("{"), GrammarError, "the schema is no JSON"),
         (Grammar.json_schema("3"), GrammarError, "a schema is a JSON object or a boolean, got int"),
         (Grammar.json_schema(nested(5000)), GrammarTooLarge, "nested too deeply"),
@@ -233,6 +235,8 @@ def test_schemas_that_end_are_not_refused(vocabulary: GrammarVocabulary) -> None
 def test_grammar_texts_have_a_limit() -> None:
     with pytest.raises(GrammarTooLarge, match=f"has {MAX_GRAMMAR_BYTES + 1} bytes, at most {MAX_GRAMMAR_BYTES}"):
         Grammar.regex("a" * (MAX_GRAMMAR_BYTES + 1))
+    with pytest.raises(GrammarError, match="character 1 of the regular expression is half of a surrogate pair"):
+        Grammar.regex("a\ud800")
     with pytest.raises(GrammarError, match="must be a text that is not empty"):
         Grammar.lark("")
     with pytest.raises(GrammarError, match="one of json_schema, regex, lark, got 'xml'"):

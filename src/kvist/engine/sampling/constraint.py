@@ -32,7 +32,7 @@ _LIMITS = {
     "step_lexer_fuel": 50_000,
     "step_max_items": 50_000,
     "max_items_in_row": 10_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
 }
 # JSON allows white space without end between tokens, and a model may take it; a line break and deep indentation still fit.
@@ -229,8 +229,10 @@ def _checked_source(grammar: Grammar) -> str:
         return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _JSON_SPACE})
     except GrammarError:
         raise
-    except (RecursionError, ValueError) as error:  # the library reads at most 128 levels
-        raise GrammarTooLarge(f"the schema is nested too deeply ({error}); flatten it with $defs and $ref") from error
+    except (RecursionError, ValueError) as error:  # the library reads at most 128 levels, and no lone surrogates
+        if isinstance(error, RecursionError) or "recursion" in str(error):
+            raise GrammarTooLarge(f"the schema is nested too deeply ({error}); flatten it with $defs and $ref") from error
+        raise GrammarError(f"the schema cannot be read: {error}; correct that part") from error
 
 
 def _compile(vocabulary: GrammarVocabulary, source: str) -> LLMatcher:

@@ -42,7 +42,12 @@ class Grammar:
             raise GrammarError(f"a grammar is one of {', '.join(KINDS)}, got {self.kind!r}; name one of them")
         if not isinstance(self.source, str) or not self.source:
             raise GrammarError(f"the {self.name} must be a text that is not empty; leave the grammar out instead")
-        size = len(self.source.encode(errors="surrogatepass"))
+        try:
+            size = len(self.source.encode())
+        except UnicodeEncodeError as error:
+            raise GrammarError(
+                f"character {error.start} of the {self.name} is half of a surrogate pair: it has no UTF-8 form; leave it out"
+            ) from error
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarTooLarge(
                 f"the {self.name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; split it or simplify it"
