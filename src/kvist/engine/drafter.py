@@ -1,7 +1,7 @@
 """Proposals of the draft blocks for many requests at once, chosen with each request's own noise, with their survival.
 
 Owns how drafts are sampled: with the noise of (seed, position) that the target will meet, so that equal distributions give
-equal tokens. Must not know acceptance, schedules or costs. Report 2.4.3.
+equal tokens; or drawn independently for the rejection rule. Must not know acceptance, schedules or costs. Report 2.4.3.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,14 +18,16 @@ from kvist.engine.request import Job
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import choose
 from kvist.engine.sampling.history import Ahead, History
+from kvist.engine.sampling.rejection import propose
+from kvist.kernels.keyed_uniform import Floats
 
 
 class Proposal(NamedTuple):
-    """Drafts of one request and the probability that each and all before it are accepted; its draft logits if kept."""
+    """Drafts of one request, the probability that each and all before it are accepted, and what each was drawn from."""
 
     tokens: list[int]
     survival: list[float]
-    logits_BV: Tensor | None = None
+    probs: list[Floats] | None = None
 
 
 class Drafter(Protocol):
@@ -36,30 +39,49 @@ class Drafter(Protocol):
 
 
 class BlockDrafter:
-    """The model's own draft blocks."""
+    """The model's own draft blocks. `draw`: drafts are drawn with noise of their own, and their distributions kept, for the
+    rejection rule; else they are chosen with the target's noise."""
 
-    def __init__(self, runner: Runner, drafts: int, *, keep_logits: bool = False) -> None:
-        self.runner, self.drafts, self.keep_logits = runner, drafts, keep_logits
+    def __init__(self, runner: Runner, drafts: int, *, draw: bool = False) -> None:
+        self.runner, self.drafts, self.draw = runner, drafts, draw
 
     def __call__(self, jobs: Sequence[Job]) -> list[Proposal]:
         """See `Drafter`. A draft whose logits are not finite counts as hopeless and stands as token 0."""
-        params = [job.request.sampling for job in jobs]
         chosen: list[list[int]] = [[] for _ in jobs]
+        probs: list[list[Floats]] = [[] for _ in jobs]
 
         def sample(logits_RV: Tensor, slot: int) -> Tensor:
-            positions = [len(job) + slot for job in jobs]
-            histories = [_history(job, before) for job, before in zip(jobs, chosen, strict=True)]
-            for line, choice in zip(chosen, choose(logits_RV, params, positions, histories), strict=True):
-                line.append(max(0, choice.token))
+            if self.draw:
+                self._drawn(jobs, logits_RV, slot, chosen, probs)
+            else:
+                self._chosen(jobs, logits_RV, slot, chosen)
             return torch.tensor([line[-1] for line in chosen], device=logits_RV.device)
 
         draft = self.runner.draft(jobs, sample)
-        confidence_RB = torch.nan_to_num(torch.sigmoid(draft.confidence_RB.float()), nan=0.0).cumprod(1)
-        proposals = []
-        for row, (tokens, survival) in enumerate(zip(chosen, confidence_RB.tolist(), strict=True)):
-            kept = draft.logits_RBV[row, : self.drafts] if self.keep_logits else None
-            proposals.append(Proposal(tokens[: self.drafts], survival[: self.drafts], kept))
-        return proposals
+        survival_RB = torch.nan_to_num(torch.sigmoid(draft.confidence_RB.float()), nan=0.0).cumprod(1)[:, : self.drafts].tolist()
+        return [
+            Proposal(tokens[: self.drafts], survival, kept[: self.drafts] if self.draw else None)
+            for tokens, survival, kept in zip(chosen, survival_RB, probs, strict=True)
+        ]
+
+    def _chosen(self, jobs: Sequence[Job], logits_RV: Tensor, slot: int, chosen: list[list[int]]) -> None:
+        params, positions = [job.request.sampling for job in jobs], [len(job) + slot for job in jobs]
+        histories = [_history(job, before) for job, before in zip(jobs, chosen, strict=True)]
+        for line, choice in zip(chosen, choose(logits_RV, params, positions, histories), strict=True):
+            line.append(max(0, choice.token))
+
+    def _drawn(
+        self, jobs: Sequence[Job], logits_RV: Tensor, slot: int, chosen: list[list[int]], probs: list[list[Floats]]
+    ) -> None:
+        rows_RV = logits_RV.float().cpu().numpy()
+        for job, row_V, line, kept in zip(jobs, rows_RV, chosen, probs, strict=True):
+            if np.isfinite(row_V).all():
+                token, probs_V = propose(row_V, job.request.sampling, len(job) + slot)
+            else:
+                token, probs_V = 0, np.zeros(len(row_V))
+                probs_V[0] = 1.0
+            line.append(token)
+            kept.append(probs_V)
 
 
 def _history(job: Job, before: list[int]) -> History | Ahead | None:

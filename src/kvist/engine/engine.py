@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from kvist.cache.identity import numerics_string, root
 from kvist.cache.paged_memory import PagedMemory
 from kvist.cache.record import Buffer
 from kvist.cache.tiers import Tiers
+from kvist.engine.acceptance import Wanted, choices
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from kvist.engine.drafter import BlockDrafter, Drafter
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
@@ -29,7 +29,7 @@ from kvist.engine.replay import check_replay
 from kvist.engine.reply import Reply
 from kvist.engine.request import Event, FinishedEvent, Job, Request, State, TokenEvent
 from kvist.engine.runner import Runner, StepResult
-from kvist.engine.sampler import Choice, choose
+from kvist.engine.sampler import Choice
 from kvist.engine.sampling.constraint import Constraint, GrammarVocabulary
 from kvist.engine.sampling.grammar_text import GrammarError
 from kvist.engine.sampling.logprobs import row_logprobs
@@ -70,13 +70,6 @@ class DevicePages:
         """See `pages.PageBytes`."""
         values = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         self.memory.page_view(page).copy_(values)
-
-
-class _Row(NamedTuple):
-    """A row of logits to choose from: its piece and how many drafts of the piece stand before it."""
-
-    piece: Piece
-    depth: int
 
 
 class Engine:
@@ -134,7 +127,7 @@ class Engine:
         )
         self.runner = Runner(model, self.memory, feature_bytes=config.feature_bytes)
         drafts = config.drafts(model.config)
-        self.drafter = drafter or BlockDrafter(self.runner, drafts)
+        self.drafter = drafter or BlockDrafter(self.runner, drafts, draw=config.acceptance == "rejection")
         fixed = drafts == 0 or isinstance(config.speculation, int)
         self.policy = policy or (FixedPolicy(drafts) if fixed else AdaptivePolicy(drafts, config.max_running))
         self.jobs: dict[int, Job] = {}
@@ -291,7 +284,11 @@ class Engine:
         for job, length in zip(jobs, self.policy.lengths([job.survival for job in jobs]), strict=True):
             left = job.request.max_tokens - job.new_tokens
             job.verify = max(0, min(length, len(job.drafts), left - 1))
-            job.verify = self._allowed(job, job.verify) or 0
+            allowed = self._allowed(job, job.verify)
+            if allowed is not None and self.config.acceptance == "rejection":
+                # A draft that is left out because of what it is would favour the others; forbidden, it is rejected anyway.
+                allowed += 1
+            job.verify = min(job.verify, allowed or 0)
 
     def _allowed(self, job: Job, drafts: int) -> int | None:
         """Drafts in order that the job's grammar allows; None (and the job ends) if it runs into a limit."""
@@ -322,44 +319,25 @@ class Engine:
 
     def _commit(self, pieces: Sequence[Piece], result: StepResult) -> list[Event]:
         """Choose tokens from the wanted rows, move jobs on, publish what is certain."""
-        rows: list[_Row] = []
-        index: list[int] = []
+        wanted: list[Wanted] = []
+        owners: list[Piece] = []
         at = 0
         for piece, count, finite in zip(pieces, result.counts, result.finite, strict=True):
+            first, at, job = at, at + count, piece.job
             if not finite:
                 error = NonFiniteLogits(f"positions {piece.start}..{piece.stop - 1} are not finite; the request cannot go on")
-                self._end(piece.job, "error", error=error, keep=False)
-            elif piece.job.state is State.PREFILL:
-                self._prefilled(piece, result.logits_WV[at : at + count])
-                if count and piece.stop == len(piece.job) and self._allowed(piece.job, 0) is not None:
-                    rows.append(_Row(piece, 0))
-                    index.append(at + count - 1)
-            elif self._allowed(piece.job, piece.drafts) is not None:
-                rows += [_Row(piece, depth) for depth in range(count)]
-                index += range(at, at + count)
-            at += count
-        if not rows:
-            return []
-        jobs = [row.piece.job for row in rows]
-        logits_WV = result.logits_WV
-        if len(index) < len(logits_WV):
-            logits_WV = logits_WV[torch.tensor(index, device=logits_WV.device)]
-        choices = choose(
-            logits_WV,
-            [job.request.sampling for job in jobs],
-            [len(row.piece.job) + row.depth for row in rows],
-            [row.piece.job.reply.behind(row.piece.job.drafts[: row.depth]) for row in rows],
-            [row.piece.job.reply.mask(row.depth) for row in rows],
-        )
-        events: list[Event] = []
-        first = 0
-        while first < len(rows):
-            last = first + 1
-            while last < len(rows) and rows[last].piece is rows[first].piece:
-                last += 1
-            events += self._accept(rows[first].piece, choices[first:last])
-            first = last
-        return events
+                self._end(job, "error", error=error, keep=False)
+                continue
+            if job.state is State.PREFILL:
+                self._prefilled(piece, result.logits_WV[first:at])
+                if not count or piece.stop < len(job):
+                    continue
+                first = at - 1
+            if self._allowed(job, piece.drafts) is not None:
+                wanted.append(Wanted(job, first, piece.drafts))
+                owners.append(piece)
+        found = choices(wanted, result.logits_WV, rejection=self.config.acceptance == "rejection")
+        return [event for piece, chosen in zip(owners, found, strict=True) for event in self._accept(piece, chosen)]
 
     def _prefilled(self, piece: Piece, logits_WV: torch.Tensor) -> None:
         job = piece.job
@@ -443,7 +421,7 @@ class Engine:
             return
         began = time.perf_counter()
         for job, proposal in zip(able, self.drafter(able), strict=True):
-            job.drafts, job.survival = proposal.tokens, proposal.survival
+            job.drafts, job.survival, job.draft_probs = proposal.tokens, proposal.survival, proposal.probs
         self.policy.saw_drafting(len(able), time.perf_counter() - began)
 
     # ---- ends

@@ -20,7 +20,8 @@ from kvist.text.tokenizer import StreamDecoder, Tokenizer
 class Reply:
     """One request's output side. ValueError for stop strings without a tokenizer.
 
-    `constraint`: the request's grammar, compiled; its state follows the tokens fed.
+    `constraint`: the request's grammar, compiled; its state follows the tokens fed. `masks`: what it allows behind the drafts
+    last given to `allowed` (None: everything).
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Reply:
         self.stop: str | int | None = None
         self.prompt_logprobs: list[float] = []
         self.constraint = constraint
-        self._masks: Mask | None = None
+        self.masks: Mask | None = None
 
     def feed(self, token: int) -> str:
         """Take the next token; the text that became certain. Sets `reason` when the reply ends: a stop before the limit.
@@ -52,7 +53,7 @@ class Reply:
         Raises GrammarError if the grammar runs into a limit.
         """
         self.count += 1
-        self._masks = None
+        self.masks = None
         if self.constraint is not None:
             self.constraint.accept(token)
         if self.history is not None:
@@ -85,9 +86,9 @@ class Reply:
         """How many of these drafts, in order, the grammar allows; the masks of their rows are made. Raises GrammarError."""
         if self.constraint is None:
             return len(drafts)
-        self._masks = self.constraint.masks(drafts)
-        return len(self._masks) - 1
+        self.masks = self.constraint.masks(drafts)
+        return len(self.masks) - 1
 
     def mask(self, depth: int) -> Mask | None:
         """What the grammar allows behind the first `depth` of the drafts last given to `allowed`; None: everything."""
-        return None if self._masks is None else self._masks[depth]
+        return None if self.masks is None else self.masks[depth]

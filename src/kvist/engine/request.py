@@ -221,9 +221,9 @@ class Job:
         self.replay_length = 0
         self.drafts: list[int] = []
         self.survival: list[float] = []
+        self.draft_probs: list[Any] | None = None
         self.verify = 0
         self.usage = Usage(prompt_tokens=self.prompt_length)
-        self.served = 0.0
         self.admitted = 0
         self.chain: Chain | None = None
         self.offered: list[int] = []
@@ -249,4 +249,4 @@ class Job:
 
     def drop_drafts(self) -> None:
         """Forget what was proposed."""
-        self.drafts, self.survival, self.verify = [], [], 0
+        self.drafts, self.survival, self.draft_probs, self.verify = [], [], None, 0

@@ -165,6 +165,7 @@ class AdaptivePolicy:
             return lengths
         if self.steps.at(requests) is None:
             return [min(self.most, len(line)) for line in survival]
+        # Stops at the first draft that does not pay: its place then depends on drafts before it only, as rejection needs.
         tokens, rows, best, best_count = float(requests), requests, 0.0, 0
         for count in range(len(entries) + 1):
             if count:
@@ -172,8 +173,9 @@ class AdaptivePolicy:
                 rows += 1
             seconds = self.steps.at(rows)
             assert seconds is not None
-            if tokens / max(seconds, 1e-9) > best:
-                best, best_count = tokens / max(seconds, 1e-9), count
+            if tokens / max(seconds, 1e-9) <= best:
+                break
+            best, best_count = tokens / max(seconds, 1e-9), count
         for _, depth, row in entries[:best_count]:
             lengths[row] = max(lengths[row], depth + 1)
         return [min(self.most, length) for length in lengths]
