@@ -68,7 +68,8 @@ def peak_resident_bytes() -> int:
 
 
 def main(folder: str, dtype: str, budget: int, allowance: int, prompt: int) -> None:
-    """Continue `prompt` tokens. `budget` of experts (0: a resident model) and `allowance` of private bytes beyond an idle process (0: no limit)."""
+    """Continue `prompt` tokens with `budget` bytes of experts (0: a resident model) and `allowance` private bytes beyond an
+    idle process (0: no limit)."""
     threading.stack_size(1 << 18)
     torch.set_num_threads(1)
     torch.zeros(64, 64) @ torch.zeros(64, 64)  # what torch sets up on first use is not the model's

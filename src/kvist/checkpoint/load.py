@@ -99,11 +99,12 @@ def build_model(
     """A `Transformer` with its weights, Engram readers and token classes, ready to run (in eval mode).
 
     The modules are created without memory and take over each tensor as it is read. `numerics`, if given, decides the
-    dtype too; `classes` replaces the token classes that the folder's tokenizer gives. With `expert_budget_bytes` routed
-    experts stay in the files and are read as they are chosen, at most so many bytes of them held at a time, and at most
-    `device_expert_budget_bytes` on a device that is not the host (`ExpertStore`); the results are the same bit for bit. `engram`: tables mapped (`mmap`; a file that shrinks while the
-    model runs ends the process), in `memory`, or `read` row by row through a cache of `engram_cache_bytes` with prefetch,
-    where a failing read is an error of the call (`EngramStore`).
+    dtype too; `classes` replaces the token classes that the folder's tokenizer gives.
+    With `expert_budget_bytes` routed experts stay in the files and are read as they are chosen, at most so many bytes of them
+    held at a time, and at most `device_expert_budget_bytes` on a device that is not the host (`ExpertStore`); the results are
+    the same bit for bit. `engram`: tables mapped (`mmap`; a file that shrinks while the model runs ends the process), in
+    `memory`, or `read` row by row through a cache of `engram_cache_bytes` with prefetch, where a failing read is an error of
+    the call (`EngramStore`).
     Raises `ConfigError`, `CheckpointMismatch`, `ModelNotFound`, or ValueError for a budget below one expert.
     """
     numerics = numerics or Numerics(dtype=dtype)

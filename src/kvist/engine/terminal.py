@@ -135,7 +135,8 @@ def fetch_summary(session: Session) -> str:
     if (experts := counters.experts) is not None:
         parts.append(
             f"experts: {experts.hits:,} found, {experts.late:,} on their way, {experts.misses:,} not; "
-            f"{experts.bytes_read / 1e9:,.3f} GB read, {experts.stall_s:,.2f} s waited, at most {experts.peak_bytes / 1e9:,.3f} GB held"
+            f"{experts.bytes_read / 1e9:,.3f} GB read, {experts.stall_s:,.2f} s waited, "
+            f"at most {experts.peak_bytes / 1e9:,.3f} GB held"
         )
     if (engram := counters.engram) is not None:
         parts.append(
