@@ -118,12 +118,24 @@ class World:
     # ---- the life of a request
 
     def submit(self) -> None:
-        self.waiting.append(self.new_request())
+        """One request, or two alike that may both run before the first has published anything."""
+        request = self.new_request()
+        self.waiting.append(request)
+        if self.rng.random() < 0.4:
+            self.waiting.append(self.again(request, request.tokens))
+            self.admit()
+            self.admit()
+
+    def again(self, request: Request, tokens: list[int]) -> Request:
+        """A new request of the same tenant with the same images."""
+        chain = Chain(request.chain.root, self.size)
+        chain.extend(tokens, request.images)
+        return Request(tokens, request.images, request.tenant, self.rng.choice([EXACT, REPLAY]), chain)
 
     def admit(self) -> None:
         if not self.waiting:
             return
-        request = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+        request = self.waiting.pop(self.rng.choice([-1, self.rng.randrange(len(self.waiting))]))
         limit = len(request.tokens) - 1
         found = self.index.match(PrefixQuery(request.chain, request.accepts, limit))
         request.pages = list(found.pages)
@@ -226,7 +238,7 @@ class World:
     def publish(self, request: Request) -> None:
         first, last = request.published, request.done // self.size
         holders = self.index.publish(request.chain, first, request.pages[first:last], request.provenance)
-        if self.rng.random() < 0.7:
+        if self.rng.random() < 0.4:
             self.exchange(request, first, holders)
         for number, page in enumerate(holders, first):
             if page == request.pages[number] and self.rng.random() < 0.5:
@@ -248,12 +260,7 @@ class World:
             self.index.publish_partial(request.chain, request.pages[-1], request.provenance)
         self.leave(request)
         if self.rng.random() < 0.5:
-            longer = self.new_request()
-            longer.tokens = request.tokens + longer.tokens[:6]
-            longer.images, longer.tenant = request.images, request.tenant
-            longer.chain = Chain(request.chain.root, self.size)
-            longer.chain.extend(longer.tokens, longer.images)
-            self.waiting.append(longer)
+            self.waiting.append(self.again(request, request.tokens + self.new_request().tokens[:6]))
 
     def preempt(self, request: Request) -> None:
         self.events["preempted"] += 1
@@ -312,7 +319,7 @@ class World:
         if self.rng.random() < 0.002:
             self.shutdown()
             self.start()
-        self.rng.choices(acts, weights=[6, 8, 20, 1, 0.3, 0.3, 0.5])[0]()
+        self.rng.choices(acts, weights=[6, 8, 16, 1, 0.3, 0.3, 0.5])[0]()
         self.check()
 
     def check(self) -> None:
@@ -321,6 +328,7 @@ class World:
         want += Counter(page for pin in self.pins for page in pin.pages)
         assert {p: n for p in range(self.pool.total) if (n := self.pool.references(p))} == want
         assert self.pool.free + self.pool.owned + self.pool.cached == self.pool.total
+        self.events["blocked"] += self.pool.available < self.pool.free + self.pool.cached
 
 
 def walk(seed: int, steps: int) -> Counter[str]:
@@ -333,7 +341,7 @@ def walk(seed: int, steps: int) -> Counter[str]:
 
 EXPECTED = {
     "hit", "miss", "partial hit", "refused", "preempted", "cancelled", "restored", "tier failed", "exchanged", "superseded",
-    "evicted",
+    "evicted", "blocked",
 }  # fmt: skip
 
 
