@@ -8,6 +8,7 @@ from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.convert import convert
 from kvist.checkpoint.engram_store import EngramCounters, EngramStore
 from kvist.checkpoint.expert_bank import ExpertStore
+from kvist.checkpoint.fingerprint import fingerprint
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
 from kvist.checkpoint.inspect import Inspection, inspect
 from kvist.checkpoint.load import (
@@ -48,6 +49,7 @@ __all__ = [
     "compare",
     "convert",
     "fetch_counters",
+    "fingerprint",
     "inspect",
     "load_model",
     "locate",
