@@ -137,7 +137,7 @@ class Bank(ResidentBank):
         return self.made[index]
 
 
-@pytest.mark.parametrize("rows", [0, 1, 6, 90])
+@pytest.mark.parametrize("rows", [0, 1, 6, 16, 32, 33, 90])
 @pytest.mark.parametrize("form", [None, "fp8"])
 @pytest.mark.parametrize("odd", [False, True])
 def test_experts(rows, form, odd):

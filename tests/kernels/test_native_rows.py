@@ -83,10 +83,11 @@ def test_grouped_linear_is_block_diagonal(each):
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_batch():
-    x, w = normal(130, 96), normal(80, 96, seed=1).bfloat16().float()
-    whole = linear(x, w, form="fp8", impl="cpu")
-    for rows in (slice(0, 1), slice(3, 10), slice(64, 130)):
-        assert bit_equal(linear(x[rows], w, form="fp8", impl="cpu"), whole[rows])
+    for groups, outputs in ((1, 80), (3, 60), (1, 7000)):
+        x, w = normal(130, 96 * groups), normal(outputs, 96, seed=1).bfloat16().float()
+        whole = linear(x, w, groups=groups, form="fp8", impl="cpu")
+        for rows in (slice(0, 1), slice(3, 10), slice(20, 36), slice(0, 64), slice(64, 130)):
+            assert bit_equal(linear(x[rows], w, groups=groups, form="fp8", impl="cpu"), whole[rows])
 
 
 def test_neighbours_of_a_view_are_not_read():

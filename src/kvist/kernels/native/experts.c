@@ -63,7 +63,7 @@ void kvist_route(const float *x, int64_t rows, const void *gate, int kind, int64
 {
     weight_t w = {gate, experts, inputs, kind};
     route_job job = {x, bias_text, bias_image, text, w, ids, weights, active, temperature, scale, normalise};
-    parallel_ranges(route_range, &job, rows, rows < 16 ? 1 : threads);
+    parallel_ranges(route_range, &job, rows, rows < 32 ? 1 : threads);
 }
 
 /* `tables` holds, for each listed expert, pointers to packed w1, w2 and w3; `expert_ids` ascending, a trailing shared
@@ -75,13 +75,13 @@ typedef struct {
     const void *const *tables;
     const int64_t *expert_ids;
     const int32_t *kinds;
-    float *out;
-    int64_t active, experts, width, hidden;
+    float *out, *parts; /* parts [rows][active + 1][width]: an output a choice, while experts are shared out */
+    int64_t rows, active, experts, width, hidden;
     float limit;
-    int quantise, begun;
+    int quantise;
 } experts_job;
 
-enum { EXPERT_ROWS = 32 };
+enum { EXPERT_ROWS = 32, MUCH_WORK = 1 << 19 };
 
 static void swiglu_row(float *gate, const float *up, int64_t n, float limit, float weight)
 {
@@ -101,8 +101,8 @@ static void swiglu_row(float *gate, const float *up, int64_t n, float limit, flo
     }
 }
 
-/* Up to EXPERT_ROWS rows of one expert; `index` names them, `share` their weights. */
-static void expert_block(const experts_job *job, int64_t e, const int64_t *index, const float *share, int64_t rows, float *buffer)
+/* Up to EXPERT_ROWS rows of one expert; `index` names them, `share` their weights. Returns its outputs [rows][width]. */
+static float *expert_block(const experts_job *job, int64_t e, const int64_t *index, const float *share, int64_t rows, float *buffer)
 {
     int64_t d = job->width, f = job->hidden;
     float *x = buffer, *gate = x + EXPERT_ROWS * d, *up = gate + EXPERT_ROWS * f, *y = up + EXPERT_ROWS * f;
@@ -118,34 +118,68 @@ static void expert_block(const experts_job *job, int64_t e, const int64_t *index
         if (job->quantise) quantise_row(gate + r * f, gate + r * f, f, FORMAT_FP8);
     }
     product_rows(gate, f, rows, w2, y, d, job->quantise, pairs);
-    for (int64_t r = 0; r < rows; r++) {
-        float *out = job->out + index[r] * d;
-        for (int64_t c = 0; c < d; c++) out[c] += y[r * d + c];
-    }
+    return y;
 }
 
+INLINE void add_row(float *out, const float *y, int64_t d)
+{
+    for (int64_t c = 0; c < d; c++) out[c] += y[c];
+}
+
+static float *expert_buffer(const experts_job *job)
+{
+    int64_t d = job->width, f = job->hidden, most = d > f ? d : f;
+    return malloc((size_t)(EXPERT_ROWS * (2 * d + 2 * f + most + 2)) * 4);
+}
+
+/* The place of the e-th listed expert among a row's choices: -1 if it was not chosen, `active` for the shared one. */
+INLINE int64_t place_of(const experts_job *job, int64_t e, int64_t row)
+{
+    if (job->expert_ids[e] < 0) return job->active;
+    for (int64_t n = job->active - 1; n >= 0; n--)
+        if (job->ids[row * job->active + n] == job->expert_ids[e]) return n;
+    return -1;
+}
+
+INLINE float share_of(const experts_job *job, int64_t row, int64_t place)
+{
+    return place == job->active ? 1.0f : job->weights[row * job->active + place];
+}
+
+/* Many rows: a thread owns rows and runs all their experts. */
+static void rows_range(void *context, int64_t first, int64_t stop)
+{
+    const experts_job *job = context;
+    int64_t d = job->width, index[EXPERT_ROWS];
+    float share[EXPERT_ROWS], *buffer = expert_buffer(job);
+    for (int64_t e = 0; e < job->experts; e++)
+        for (int64_t r = first, rows = 0; r < stop; r++) {
+            int64_t place = place_of(job, e, r);
+            if (place >= 0) index[rows] = r, share[rows++] = share_of(job, r, place);
+            if (rows < EXPERT_ROWS && (r + 1 < stop || !rows)) continue;
+            const float *y = expert_block(job, e, index, share, rows, buffer);
+            for (int64_t n = 0; n < rows; n++) add_row(job->out + index[n] * d, y + n * d, d);
+            rows = 0;
+        }
+    free(buffer);
+}
+
+/* Few rows: a thread owns experts and reads each once; their outputs are added up afterwards, in the same order. */
 static void experts_range(void *context, int64_t first, int64_t stop)
 {
     const experts_job *job = context;
-    int64_t d = job->width, f = job->hidden, k = job->active, index[EXPERT_ROWS], most = d > f ? d : f;
-    float share[EXPERT_ROWS];
-    float *buffer = malloc((size_t)(EXPERT_ROWS * (2 * d + 2 * f + most + 2)) * 4);
-    if (!job->begun) memset(job->out + first * d, 0, (size_t)((stop - first) * d) * 4);
-    for (int64_t e = 0; e < job->experts; e++) {
+    int64_t d = job->width, index[EXPERT_ROWS], places[EXPERT_ROWS];
+    float share[EXPERT_ROWS], *buffer = expert_buffer(job);
+    for (int64_t e = first; e < stop; e++) {
         int64_t rows = 0;
-        for (int64_t r = first; r < stop; r++) {
-            int64_t slot = -1;
-            for (int64_t n = 0; n < k && job->expert_ids[e] >= 0; n++)
-                if (job->ids[r * k + n] == job->expert_ids[e]) slot = n;
-            if (slot < 0 && job->expert_ids[e] >= 0) continue;
-            index[rows] = r;
-            share[rows++] = slot < 0 ? 1.0f : job->weights[r * k + slot];
-            if (rows == EXPERT_ROWS) {
-                expert_block(job, e, index, share, rows, buffer);
-                rows = 0;
-            }
+        for (int64_t r = 0; r < job->rows; r++) {
+            int64_t place = place_of(job, e, r);
+            if (place >= 0) index[rows] = r, places[rows] = place, share[rows++] = share_of(job, r, place);
         }
-        if (rows) expert_block(job, e, index, share, rows, buffer);
+        if (!rows) continue;
+        const float *y = expert_block(job, e, index, share, rows, buffer);
+        for (int64_t n = 0; n < rows; n++)
+            memcpy(job->parts + (index[n] * (job->active + 1) + places[n]) * d, y + n * d, (size_t)d * 4);
     }
     free(buffer);
 }
@@ -154,6 +188,19 @@ void kvist_experts(const float *x, const int64_t *ids, const float *weights, con
                    const int32_t *kinds, float *out, int64_t rows, int64_t active, int64_t experts, int64_t width, int64_t hidden,
                    float limit, int quantise, int begun, int threads)
 {
-    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, active, experts, width, hidden, limit, quantise, begun};
-    parallel_ranges(experts_range, &job, rows, rows < 4 ? 1 : threads);
+    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, NULL, rows, active, experts, width, hidden, limit, quantise};
+    if (!begun) memset(out, 0, (size_t)(rows * width) * 4);
+    if (rows > EXPERT_ROWS) {
+        parallel_ranges(rows_range, &job, rows, threads);
+        return;
+    }
+    job.parts = malloc((size_t)(rows * (active + 1) * width) * 4 + 1);
+    int64_t work = rows * (active + 1) * width * hidden;
+    parallel_ranges(experts_range, &job, experts, work < MUCH_WORK ? 1 : threads);
+    for (int64_t e = 0; e < experts; e++)
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t place = place_of(&job, e, r);
+            if (place >= 0) add_row(out + r * width, job.parts + (r * (active + 1) + place) * width, width);
+        }
+    free(job.parts);
 }

@@ -10,7 +10,7 @@ static float e4m3_value(uint8_t byte)
 {
     int exponent = (byte >> 3) & 15, mantissa = byte & 7;
     if ((byte & 0x7f) == 0x7f) return NAN;
-    float value = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    float value = exponent ? float_of((uint32_t)(exponent + 120) << 23 | (uint32_t)mantissa << 20) : (float)mantissa * 0x1p-9f;
     return byte & 0x80 ? -value : value;
 }
 

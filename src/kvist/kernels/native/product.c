@@ -121,24 +121,41 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
     free(expanded);
 }
 
+/* Rows of bfloat16 values as the pairs that `pair_tiles` multiplies. */
+static void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs)
+{
+    int64_t depth = (inputs + 1) / 2;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < depth; k++) {
+            uint32_t high = 2 * k + 1 < inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
+            pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
+        }
+}
+
+/* Whether rows go through the dot instruction, as pairs. */
+INLINE int takes_pairs(weight_t w, int exact)
+{
+#ifdef __AVX512BF16__
+    return exact && w.kind != WEIGHT_F32;
+#else
+    (void)w, (void)exact;
+    return 0;
+#endif
+}
+
+/* As `product_panels`, with the pairs made before. */
+static void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
+                             const uint32_t *pairs, int64_t first, int64_t stop)
+{
+    if (w.kind == WEIGHT_F32) all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
+    else (w.kind == WEIGHT_FP4 ? fp4_tiles : pair_tiles)(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
+}
+
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                     int64_t first, int64_t stop)
 {
-    if (w.kind == WEIGHT_F32) {
-        all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
-        return;
-    }
-#ifdef __AVX512BF16__
-    if (exact) {
-        int64_t depth = (w.inputs + 1) / 2;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t k = 0; k < depth; k++) {
-                uint32_t high = 2 * k + 1 < w.inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
-                pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
-            }
-    }
-#endif
-    (w.kind == WEIGHT_FP4 ? fp4_tiles : pair_tiles)(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
+    if (takes_pairs(w, exact)) make_pairs(x, ldx, rows, w.inputs, pairs);
+    product_prepared(x, ldx, rows, w, y, ldy, exact, pairs, first, stop);
 }
 
 void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs)
@@ -167,58 +184,76 @@ int kvist_pack(const float *w, int64_t outputs, int64_t inputs, int kind, void *
     return 1;
 }
 
+/* `groups`: x [rows][groups][inputs], y [rows][groups][each], weight panels group by group. `pairs` [groups][rows][depth] is
+ * made before if panels are shared out. */
 typedef struct {
     const float *x;
-    float *y, *scratch;
-    int64_t rows, ldx, ldy, groups;
+    float *y;
+    const uint32_t *pairs;
+    int64_t rows, ldx, groups, each, panels;
     weight_t w;
-    int format, exact, by_panel;
+    int format, exact;
 } linear_job;
 
-enum { BLOCK_ROWS = 64 };
+enum { BLOCK_ROWS = 64, MUCH_READ = 1 << 23, MUCH_WORK = 1 << 20 };
 
-/* `format` >= 0: quantise the input rows on the way. Groups: x [rows, groups, inputs] with weight panels group by group. */
-static void linear_block(const linear_job *job, int64_t row, int64_t rows, int64_t first, int64_t stop, float *buffer)
+static weight_t group_weight(const linear_job *job, int64_t g)
 {
-    int64_t inputs = job->w.inputs, width = inputs * job->groups, each = job->w.outputs / job->groups;
-    const float *x = job->x + row * job->ldx;
-    int64_t ldx = job->ldx;
-    if (job->format >= 0) {
-        for (int64_t r = 0; r < rows; r++) quantise_row(x + r * ldx, buffer + r * width, width, job->format);
-        x = buffer, ldx = width;
-    }
-    uint32_t *pairs = (uint32_t *)(buffer + BLOCK_ROWS * width);
-    if (job->groups == 1) {
-        product_panels(x, ldx, rows, job->w, job->y + row * job->ldy, job->ldy, job->exact, pairs, first, stop);
-        return;
-    }
-    int64_t depth = job->w.kind == WEIGHT_F32 ? inputs : (inputs + 1) / 2;
-    for (int64_t g = 0; g < job->groups; g++) {
-        weight_t part = {(const uint32_t *)job->w.data + g * ((each + 15) / 16) * 16 * depth, each, inputs, job->w.kind};
-        product_rows(x + g * inputs, ldx, rows, part, job->y + row * job->ldy + g * each, job->ldy, job->exact, pairs);
+    int64_t depth = job->w.kind == WEIGHT_F32 ? job->w.inputs : (job->w.inputs + 1) / 2;
+    const uint32_t *data = job->w.data;
+    return (weight_t){data + g * job->panels * 16 * depth, job->each, job->w.inputs, job->w.kind};
+}
+
+/* Panels [first, stop) of all groups for all rows: each weight is read once. */
+static void linear_panels(void *context, int64_t first, int64_t stop)
+{
+    const linear_job *job = context;
+    int64_t depth = (job->w.inputs + 1) / 2, ldy = job->groups * job->each;
+    for (int64_t g = first / job->panels; g * job->panels < stop; g++) {
+        int64_t from = first - g * job->panels, to = stop - g * job->panels;
+        product_prepared(job->x + g * job->w.inputs, job->ldx, job->rows, group_weight(job, g), job->y + g * job->each, ldy,
+                         job->exact, job->pairs + g * job->rows * depth, from < 0 ? 0 : from, to < job->panels ? to : job->panels);
     }
 }
 
-static void linear_range(void *context, int64_t first, int64_t stop)
+/* Rows [first, stop) for all panels, a block of rows at a time, quantised on the way if `format` >= 0. */
+static void linear_rows(void *context, int64_t first, int64_t stop)
 {
     const linear_job *job = context;
-    int64_t width = job->w.inputs * job->groups;
+    int64_t inputs = job->w.inputs, width = inputs * job->groups, ldy = job->groups * job->each;
     float *buffer = aligned_alloc(64, ((size_t)(2 * BLOCK_ROWS * (width + 2)) * 4 + 63) / 64 * 64);
-    if (job->by_panel)
-        linear_block(job, 0, job->rows, first, stop, buffer);
-    else
-        for (int64_t r = first; r < stop; r += BLOCK_ROWS)
-            linear_block(job, r, stop - r < BLOCK_ROWS ? stop - r : BLOCK_ROWS, 0, (job->w.outputs + 15) / 16, buffer);
+    uint32_t *pairs = (uint32_t *)(buffer + BLOCK_ROWS * width);
+    for (int64_t row = first; row < stop; row += BLOCK_ROWS) {
+        int64_t rows = stop - row < BLOCK_ROWS ? stop - row : BLOCK_ROWS;
+        const float *x = job->x + row * job->ldx;
+        for (int64_t r = 0; r < rows && job->format >= 0; r++) quantise_row(x + r * width, buffer + r * width, width, job->format);
+        if (job->format >= 0) x = buffer;
+        for (int64_t g = 0; g < job->groups; g++)
+            product_rows(x + g * inputs, width, rows, group_weight(job, g), job->y + row * ldy + g * job->each, ldy, job->exact, pairs);
+    }
     free(buffer);
 }
 
 void kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, const void *data, int kind, int64_t outputs,
                   float *y, int format, int exact, int threads)
 {
+    int64_t width = groups * inputs, each = outputs / groups, depth = (inputs + 1) / 2, work = rows * outputs * inputs;
     weight_t w = {data, outputs, inputs, kind};
-    linear_job job = {x, y, NULL, rows, groups * inputs, outputs, groups, w, format, exact, rows < 8 && groups == 1};
-    int64_t work = rows * outputs * inputs;
-    int64_t count = job.by_panel ? (outputs + 15) / 16 : rows;
-    /* A few rows are bound by reading the weight: waking a thread pays from some 16 MB on. */
-    parallel_ranges(linear_range, &job, count, work < (job.by_panel ? 1 << 23 : 1 << 18) ? 1 : threads);
+    linear_job job = {x, y, NULL, rows, width, groups, each, (each + 15) / 16, w, format, exact};
+    if (rows > BLOCK_ROWS) {
+        parallel_ranges(linear_rows, &job, rows, threads);
+        return;
+    }
+    size_t words = (size_t)(rows * (width + groups * depth));
+    float *buffer = aligned_alloc(64, (words * 4 + 64) / 64 * 64);
+    uint32_t *pairs = (uint32_t *)(buffer + rows * width);
+    for (int64_t r = 0; r < rows && format >= 0; r++) quantise_row(x + r * width, buffer + r * width, width, format);
+    if (format >= 0) job.x = buffer;
+    for (int64_t g = 0; g < groups && takes_pairs(w, exact); g++)
+        make_pairs(job.x + g * inputs, width, rows, inputs, pairs + g * rows * depth);
+    job.pairs = pairs;
+    /* A few rows are bound by reading the weight: waking a thread pays from some 16 MB on; many rows by their products. */
+    int alone = rows < 8 ? work < MUCH_READ : work < MUCH_WORK;
+    parallel_ranges(linear_panels, &job, groups * job.panels, alone ? 1 : threads);
+    free(buffer);
 }

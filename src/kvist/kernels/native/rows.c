@@ -150,7 +150,7 @@ void kvist_enter(const float *x, const float *pre, const void *fn, int fn_kind, 
 {
     weight_t w = {fn, 2 * streams + streams * streams, streams * width, fn_kind};
     enter_job job = {x, pre, base, scale, norm, h, new_pre, post, comb, w, streams, width, iterations, hc_eps, norm_eps};
-    parallel_ranges(enter_range, &job, rows, rows < 16 ? 1 : threads);
+    parallel_ranges(enter_range, &job, rows, rows < 32 ? 1 : threads);
 }
 
 typedef struct { const float *y, *x, *post, *comb; float *out; int64_t streams, width; } leave_job;
@@ -175,7 +175,7 @@ void kvist_leave(const float *y, const float *x, const float *post, const float 
                  int64_t width, int threads)
 {
     leave_job job = {y, x, post, comb, out, streams, width};
-    parallel_ranges(leave_range, &job, rows, rows < 16 ? 1 : threads);
+    parallel_ranges(leave_range, &job, rows, rows < 32 ? 1 : threads);
 }
 
 /* kv, gate [groups][ratio][width]: each channel's softmax over the group's gates weighs its values. */
