@@ -23,6 +23,8 @@ from kvist.checkpoint import (
     FileReads,
     ReadFailed,
     build_model,
+    convert,
+    expert_store,
     fetch_counters,
     open_files,
     save_checkpoint,
@@ -104,10 +106,10 @@ class Disk:
         return os.preadv(descriptor, [target[: self.piece]], offset)
 
 
-def on_disk(folder: Path, disk: Disk) -> Session:
+def on_disk(folder: Path, disk: Disk, numerics: Numerics | None = None) -> Session:
     """A model that reads experts and rows through `disk`."""
     _, config, files = open_files(folder, "read")
-    model = build_model(folder, classes=CLASSES, access="read", expert_budget_bytes=30_000)
+    model = build_model(folder, numerics=numerics, classes=CLASSES, access="read", expert_budget_bytes=30_000)
     model.attach_experts(ExpertStore(files, config, model.numerics, 30_000, reads=FileReads(pread=disk.pread)).banks)
     rows = FileReads(pread=disk.pread, random_access=True)
     model.attach_engram(CLASSES, EngramStore(files, config, torch.float32, cache_bytes=0, reads=rows).tables)
@@ -227,11 +229,40 @@ def test_a_request_that_does_not_need_the_bytes_is_not_disturbed(folder) -> None
         with pytest.raises(ReadFailed, match=r"experts\.7\.w1.* \(expert 7 of layer 0\).*Input/output"):
             session.prefill([picture_request(0)])
         session.memory.release(0)
-    # In one batch the step as a whole fails: whoever runs batches runs the requests of such a step again one by one.
-    text, picture = Sequence(0, PROMPT), picture_request(1)
-    with pytest.raises(ReadFailed, match="expert 7 of layer 0"):
-        session.prefill([text, picture])
-    assert bit_equal(answer(session), alone)
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("experts", ["fp4", "fp8", "bf16"])
+def test_in_a_batch_only_the_rows_that_chose_the_lost_expert_are_lost(pristine, tmp_path, impl, experts) -> None:
+    """`isolate`: their logits are NaN, which ends their request; the neighbours' bits are what they are without them."""
+    folder, disk = pristine, Disk()
+    if experts != "fp4":
+        folder = tmp_path / "other"
+        convert(pristine, folder, experts=experts)
+    session = on_disk(folder, disk, Numerics(impl=impl))
+    router = session.model.layers[0].ffn.gate
+    router.bias.data[:] = torch.tensor([50.0, 50.0, 0, 0, 0, 0, 0, 0])
+    router.bias_vl.data[:] = torch.tensor([0.0, 0, 0, 0, 0, 0, 50.0, 50.0])
+
+    def batch() -> Tensor:
+        session.memory.slots.clear()
+        return session.prefill([Sequence(0, PROMPT), picture_request(1), Sequence(2, PROMPT[:9])])
+
+    good = batch()
+    store = expert_store(session.model)
+    assert store is not None
+    store.isolate = True
+    disk.lost = open_files(folder, "read")[2].entry("layers.0.ffn.experts.7.w2.weight")
+    for _ in range(2):
+        rows = batch()
+        assert bool(rows[1].isnan().all())
+        assert bit_equal(rows[[0, 2]], good[[0, 2]])
+        failures = store.take_failures()
+        assert failures
+        assert all("(expert 7 of layer 0)" in str(error) for error in failures)
+    disk.lost, disk.code = None, 0
+    assert bit_equal(batch(), good)
+    assert store.take_failures() == []
 
 
 def test_ckp_02_and_04_are_still_decided_at_the_start(folder) -> None:

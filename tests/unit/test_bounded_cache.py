@@ -195,13 +195,18 @@ def test_stall_is_the_time_that_a_caller_waits(source):
     assert cache.counters().stall_s == stalled
 
 
-def test_a_dropped_cache_ends_its_threads(source):
-    cache = cache_of(source, 30)
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_dropped_cache_ends_its_threads(source, closed):
+    cache = BoundedCache(source.load, lambda key: 10, 30, name=f"ending-{closed}")
     use(cache, 1, 2)
-    before = [thread for thread in threading.enumerate() if thread.name.startswith("test-demand")]
-    assert before
-    cache.close()
-    for thread in before:
+    own = [thread for thread in threading.enumerate() if thread.name.startswith(f"ending-{closed}")]
+    assert own
+    if closed:
+        cache.close()
+    else:
+        del cache
+        gc.collect()
+    for thread in own:
         thread.join(20)
         assert not thread.is_alive()
 

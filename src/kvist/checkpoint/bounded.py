@@ -76,17 +76,20 @@ class BoundedCache(Generic[K, V]):
         self._close()
 
     @contextmanager
-    def hold(self, keys: Sequence[K], then: Sequence[K] = ()) -> Iterator[list[V]]:
+    def hold(
+        self, keys: Sequence[K], then: Sequence[K] = (), instead: Callable[[K, BaseException], V] | None = None
+    ) -> Iterator[list[V]]:
         """The values of distinct keys, which stay while the context is open; `then` are loaded ahead meanwhile.
 
-        The keys together must fit the budget. Waits for loads, and for room that other callers hold. Raises what `load` raised.
+        The keys together must fit the budget. Waits for loads, and for room that other callers hold. Raises what `load` raised,
+        or takes `instead(key, error)`, which is not kept, for a value that could not be loaded.
         """
         began = time.perf_counter()
         entries, waits = self._claim(keys)
         try:
             if then:
                 self.ahead(then)
-            values = [entry.future.result() for entry in entries]
+            values = [_value(key, entry, instead) for key, entry in zip(keys, entries, strict=True)]
             if waits:
                 with self._changed:
                     self._counters.stall_s += time.perf_counter() - began
@@ -209,6 +212,15 @@ class BoundedCache(Generic[K, V]):
         if self._entries.get(key) is entry:
             del self._entries[key]
             self._counters.held_bytes -= entry.nbytes
+
+
+def _value(key: K, entry: _Entry[V], instead: Callable[[K, BaseException], V] | None) -> V:
+    error = entry.future.exception()
+    if error is None:
+        return entry.future.result()
+    if instead is None:
+        raise error
+    return instead(key, error)
 
 
 def _shut_down(*workers: ThreadPoolExecutor) -> None:

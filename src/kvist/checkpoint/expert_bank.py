@@ -8,6 +8,7 @@ dequantised one at a time while it is used; so its values, and the bits of every
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kvist.checkpoint.bounded import BoundedCache, CacheCounters
 from kvist.checkpoint.formats import Entry
-from kvist.checkpoint.reads import FileReads, adjacent_runs, private_buffer
+from kvist.checkpoint.reads import FileReads, ReadFailed, adjacent_runs, private_buffer
 from kvist.checkpoint.tensors import TORCH_DTYPES, TensorFiles, dequantise
 from kvist.config import ModelConfig
 from kvist.inventory import Parameter, Storage, parameters
@@ -27,6 +28,7 @@ from kvist.kernels.experts import Triple
 from kvist.kernels.native import Packed, native_or_none, pack, pack_fp4, packed_fp4_bytes
 from kvist.model.numerics import Numerics
 
+MAX_FAILURES = 64
 Key = tuple[int, int]
 """(layer, expert); layers count draft blocks after the backbone."""
 Planes = tuple[tuple[Tensor, Tensor | None], ...]
@@ -47,7 +49,9 @@ class ExpertStore:
     `numerics` decides the form in which experts are held and handed out, `device` where dequantised ones go;
     `device_budget_bytes` of stored ones are kept there too. Beside the budgets exist one expert a reading thread, and one
     expert's dequantised values where the native operator does not run. `look_ahead`: read what the next layer used last time
-    while this one computes. Raises ValueError for a budget below the largest expert.
+    while this one computes. `isolate` (an attribute, off): an expert that cannot be read makes NaN of the rows that chose it, and
+    its error is kept for `take_failures`; off, the error is raised and the whole pass fails. Raises ValueError for a budget
+    below the largest expert.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class ExpertStore:
         self.files, self.numerics, self.device, self.look_ahead = files, numerics, torch.device(device), look_ahead
         self.reads = reads or FileReads()
         self._thread = threading.local()
+        self.isolate = False
+        self.failures: deque[ReadFailed] = deque(maxlen=MAX_FAILURES)
         native = numerics.product_impl == "cpu" and numerics.dtype is torch.float32 and self.device.type == "cpu"
         self.native = native and native_or_none() is not None
         self.experts = _expert_parameters(config)
@@ -144,6 +150,36 @@ class ExpertStore:
                 None,
             )
 
+    def poisoned(self, key: Key, error: BaseException) -> Held:
+        """For `isolate`: an expert whose outputs are all NaN in place of one that could not be read; keeps the `ReadFailed`.
+
+        A batch then goes on, and only the rows that chose the expert are lost. Raises any other error.
+        """
+        if not isinstance(error, ReadFailed):
+            raise error
+        self.failures.append(error)
+        planes: list[tuple[Tensor, Tensor | None]] = []
+        for parameter in self.experts[key]:
+            code, *scale = parameter.specs()
+            if not scale:
+                planes.append((torch.full((1, 1), torch.nan).expand(code.shape), None))
+                continue
+            planes.append((torch.zeros(code.shape, dtype=torch.uint8), torch.full(scale[0].shape, 255, dtype=torch.uint8)))
+        if not self.native:
+            return Held(tuple((_there(c, self.device), _there(s, self.device)) for c, s in planes), None)
+        first, second, third = (
+            _pack(parameter, codes, scales, private_buffer(_packed_bytes(parameter)))
+            for parameter, (codes, scales) in zip(self.experts[key], planes, strict=True)
+        )
+        return Held(None, (first, second, third))
+
+    def take_failures(self) -> list[ReadFailed]:
+        """The failures since the last call, oldest first; what `isolate` has turned into NaN rows."""
+        taken = []
+        while self.failures:
+            taken.append(self.failures.popleft())
+        return taken
+
     def _staging(self, three: tuple[Parameter, ...]) -> Tensor:
         """This thread's own buffer for the stored bytes of an expert, kept: they live only until they are packed."""
         size = sum(parameter.nbytes for parameter in three)
@@ -210,7 +246,8 @@ class FileBank:
 
     @contextmanager
     def _hold(self, keys: list[Key], then: list[Key]) -> Iterator[Sequence[tuple[int, Triple]]]:
-        with self.store.front.hold(keys, then) as held:
+        store = self.store
+        with store.front.hold(keys, then, store.poisoned if store.isolate else None) as held:
             yield _Values(self.store, keys, held)
 
     def _likely_next(self, ids: Sequence[int]) -> list[Key]:

@@ -142,17 +142,28 @@ class FetchCounters:
     engram: EngramCounters | None
 
 
-def fetch_counters(model: Transformer) -> FetchCounters:
-    """Counters of a built model's expert and Engram stores, for metrics."""
-    experts, on_device, engram = None, None, None
+def expert_store(model: Transformer) -> ExpertStore | None:
+    """The store behind a built model's expert banks; None if its experts are resident."""
     for block in model.layers:
         assert isinstance(block, Block)
         if isinstance(block.ffn.bank, FileBank):
-            experts, on_device = block.ffn.bank.store.counters(), block.ffn.bank.store.device_counters()
+            return block.ffn.bank.store
+    return None
+
+
+def fetch_counters(model: Transformer) -> FetchCounters:
+    """Counters of a built model's expert and Engram stores, for metrics."""
+    store, engram = expert_store(model), None
+    for block in model.layers:
+        assert isinstance(block, Block)
         reader = block.engram.reader if block.engram is not None else None
         if isinstance(reader, StoredTable) and reader.store is not None:
             engram = reader.store.counters()
-    return FetchCounters(experts=experts, device_experts=on_device, engram=engram)
+    return FetchCounters(
+        experts=None if store is None else store.counters(),
+        device_experts=None if store is None else store.device_counters(),
+        engram=engram,
+    )
 
 
 def token_classes(folder: Path, config: ModelConfig) -> Tensor:
