@@ -36,7 +36,7 @@ _LIMITS = {
     "max_grammar_size": 100_000,
 }
 # JSON allows white space without end between tokens, and a model may take it; a line break and deep indentation still fit.
-_JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+_JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,32}"
 _SIGNS_OF_SIZE = ("too many", "limit", "too complex", "too deep", "too large", "too big", "max is")
 
 
