@@ -32,7 +32,6 @@ from kvist.engine.runner import Runner, StepResult
 from kvist.engine.sampler import Choice
 from kvist.engine.sampling.constraint import Constraint, GrammarVocabulary
 from kvist.engine.sampling.grammar_text import GrammarError
-from kvist.engine.sampling.logprobs import row_logprobs
 from kvist.engine.sampling.params import SamplingParams
 from kvist.engine.scheduler import Closed, Extended, Opened, Piece, Scheduler, StepPlan, overdue
 from kvist.engine.speculation import AdaptivePolicy, FixedPolicy, VerifyPolicy
@@ -329,8 +328,7 @@ class Engine:
                 self._end(job, "error", error=error, keep=False)
                 continue
             if job.state is State.PREFILL:
-                self._prefilled(piece, result.logits_WV[first:at])
-                if not count or piece.stop < len(job):
+                if not self._prefilled(piece, result.logits_WV[first:at]):
                     continue
                 first = at - 1
             if self._allowed(job, piece.drafts) is not None:
@@ -339,22 +337,26 @@ class Engine:
         found = choices(wanted, result.logits_WV, rejection=self.config.acceptance == "rejection")
         return [event for piece, chosen in zip(owners, found, strict=True) for event in self._accept(piece, chosen)]
 
-    def _prefilled(self, piece: Piece, logits_WV: torch.Tensor) -> None:
-        job = piece.job
+    def _prefilled(self, piece: Piece, logits_WV: torch.Tensor) -> bool:
+        """Move a prefill on; whether its next token is to be chosen now."""
+        job, top = piece.job, piece.job.request.prompt_logprobs
         self.scheduler.computed(piece)
-        self.pages.advance(job)
         self.metrics.prefill_rows += piece.stop - piece.start
-        if job.request.prompt_logprobs and len(job.reply.prompt_logprobs) < job.prompt_length - 1:
-            rows_WV = logits_WV.float().cpu().numpy()
-            for row, position in zip(rows_WV, range(piece.start, piece.stop), strict=True):
-                if position + 1 < job.prompt_length and len(job.reply.prompt_logprobs) == position:
-                    token = int(job.tokens.ids[position + 1])
-                    job.reply.prompt_logprobs.append(row_logprobs(row, token, 0).logprob)
+        if top is not None:
+            prompt = job.tokens.ids[: job.prompt_length]
+            try:
+                job.reply.score(piece.start, logits_WV.float().cpu().numpy(), prompt, top)
+            except NonFiniteLogits as error:
+                self._end(job, "error", error=error, keep=False)
+                return False
+        self.pages.advance(job)
+        return len(logits_WV) > 0 and piece.stop == len(job)
 
     def _accept(self, piece: Piece, choices: Sequence[Choice]) -> list[Event]:
         """Take the chosen tokens as long as each draft before them was chosen too; the event of what is new."""
         job, reply = piece.job, piece.job.reply
-        decoding = piece.stop == len(job) + piece.drafts
+        before = len(job)
+        assert piece.stop == before + piece.drafts
         tokens, text, details, accepted = [], [], [], 0
         error: Exception | None = None
         for depth, choice in enumerate(choices):
@@ -372,8 +374,7 @@ class Engine:
             if reply.reason is not None or depth >= piece.drafts or choice.token != job.drafts[depth]:
                 break
             accepted += 1
-        assert decoding
-        job.computed = piece.start + 1 + accepted if piece.drafts or piece.wanted == piece.start else job.computed
+        job.computed = before + accepted
         if piece.drafts:
             self._count_drafts(job, piece.drafts, accepted)
         job.drop_drafts()
@@ -430,6 +431,8 @@ class Engine:
         """End a job that has not ended: free its slot and pages; what it published goes too unless `keep`."""
         if job.state is State.FINISHED:
             return
+        if isinstance(error, NonFiniteLogits) and self.runner.unread is not None:
+            error = self.runner.unread  # not the model's numbers: an expert that could not be read
         if not keep:
             self.pages.withdraw(job)
         self.scheduler.finish(job, keep=keep)
@@ -438,7 +441,7 @@ class Engine:
     def _finished(self, job: Job, reason: str, *, error: Exception | None = None) -> None:
         del self.jobs[job.id]
         self.metrics.ended[reason] = self.metrics.ended.get(reason, 0) + 1
-        scores = tuple(job.reply.prompt_logprobs) if job.request.prompt_logprobs else None
+        scores = None if job.request.prompt_logprobs is None else tuple(job.reply.prompt_logprobs)
         self._ended.append(
             FinishedEvent(
                 id=job.id,

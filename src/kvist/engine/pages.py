@@ -118,7 +118,7 @@ class Pages:
     def lookup(self, job: Job) -> Hit:
         """See `scheduler.PageBook.lookup`. A prompt whose logits are all wanted hits nothing: all its rows must run."""
         assert job.chain is not None
-        if job.request.prompt_logprobs:
+        if job.request.prompt_logprobs is not None:
             return Hit([], None, 0, True, {})
         found = self.index.match(PrefixQuery(job.chain, job.replay_length, limit=len(job)))
         size, step = self.page_tokens, self.plan.alignment

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvist.engine.errors import NonFiniteLogits
 from kvist.engine.request import Request
 from kvist.engine.sampling.constraint import Constraint, Mask
 from kvist.engine.sampling.history import Ahead, History
+from kvist.engine.sampling.logprobs import TokenLogprobs, row_logprobs
 from kvist.text.stops import StopMatcher
 from kvist.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -43,7 +45,7 @@ class Reply:
         self.count = 0
         self.reason: str | None = None
         self.stop: str | int | None = None
-        self.prompt_logprobs: list[float] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.constraint = constraint
         self.masks: Mask | None = None
 
@@ -81,6 +83,16 @@ class Reply:
     def behind(self, drafts: Sequence[int]) -> History | Ahead | None:
         """The history that the row behind these drafts needs."""
         return None if self.history is None else self.history.ahead(drafts)
+
+    def score(self, start: int, rows_NV: npt.NDArray[np.float32], prompt: npt.NDArray[np.int64], top: int) -> None:
+        """Note the prompt tokens that follow positions start, start + 1, ... from the logits behind those. Raises
+        NonFiniteLogits. Positions that were noted before (the request was preempted) are left alone."""
+        for position, row_V in enumerate(rows_NV, start):
+            if position + 1 >= len(prompt) or position + 1 != len(self.prompt_logprobs):
+                continue
+            if not np.isfinite(row_V).all():
+                raise NonFiniteLogits(f"logits for position {position + 1} are not finite; the request cannot go on")
+            self.prompt_logprobs.append(row_logprobs(row_V, int(prompt[position + 1]), top))
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of these drafts, in order, the grammar allows; the masks of their rows are made. Raises GrammarError."""

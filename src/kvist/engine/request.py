@@ -17,7 +17,8 @@ import numpy.typing as npt
 from kvist.cache.identity import CONTENT_BYTES, Chain
 from kvist.engine.replay import Replay, ReplaySpan
 from kvist.engine.sampling.grammar_text import Grammar
-from kvist.engine.sampling.params import SamplingParams
+from kvist.engine.sampling.logprobs import TokenLogprobs
+from kvist.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
@@ -50,8 +51,8 @@ class Request:
     `stop_ids` end a reply as the end token does (unless `ignore_end`); `stops` are texts that end it (the engine then needs a
     tokenizer; None: none). `grammar`: a `Grammar` that the reply must follow. `priority`: higher goes first and may preempt
     lower. `tenant` shares the machine fairly; `salt` keeps its cache apart. `deadline_s`: seconds from arrival. `replay` None:
-    the engine's. `speculate` False: never draft. `prompt_logprobs`: score the prompt, all layers on all positions. `client`:
-    anything, given back. Raises ValueError for values outside their limits.
+    the engine's. `speculate` False: never draft. `prompt_logprobs`: score the prompt (all layers run on all its positions), with
+    that many best tokens. `client`: anything, given back. Raises ValueError for values outside their limits.
     """
 
     prompt: Sequence[int] | npt.NDArray[np.int64]
@@ -68,12 +69,14 @@ class Request:
     salt: bytes = b""
     deadline_s: float | None = None
     speculate: bool = True
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
     client: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens!r}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"prompt_logprobs must lie in 0..{MAX_LOGPROBS}, got {self.prompt_logprobs}; None switches it off")
         if self.deadline_s is not None and not (math.isfinite(self.deadline_s) and self.deadline_s > 0):
             raise ValueError(f"deadline_s must be a positive number of seconds, got {self.deadline_s}")
         if len(self.stop_ids) > MAX_STOP_IDS:
@@ -139,7 +142,7 @@ class TokenEvent:
     id: int
     tokens: tuple[int, ...]
     text: str = ""
-    logprobs: tuple[Any, ...] | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
     client: Any = None
 
 
@@ -152,7 +155,7 @@ class FinishedEvent:
     usage: Usage
     error: Exception | None = None
     stop: str | int | None = None
-    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     client: Any = None
 
 

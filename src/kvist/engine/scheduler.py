@@ -361,7 +361,7 @@ class Scheduler:
         if stop <= start:
             return 0.0
         wanted = stop
-        if job.request.prompt_logprobs:
+        if job.request.prompt_logprobs is not None:
             wanted = start
         elif stop == span.total:
             wanted = stop - 1
@@ -404,7 +404,9 @@ class Scheduler:
         job.slot = self.slots.pop()
         job.pages = [*hit.pages, *fresh]
         replay = self.replay if job.request.replay is None else job.request.replay
-        job.span = replay_span(self.plan_of_layers, len(job), hit.tokens, replay, all_layers=job.request.prompt_logprobs)
+        job.span = replay_span(
+            self.plan_of_layers, len(job), hit.tokens, replay, all_layers=job.request.prompt_logprobs is not None
+        )
         job.computed = job.span.start
         job.published = hit.tokens // size
         job.exact_rows = hit.exact and job.span.exact_rows
