@@ -13,8 +13,10 @@ from benchmarks.cases import Benchmark
 MODULES: dict[str, str] = {
     "nano-decode-b1": "nano_decode",
     "nano-prefill": "nano_prefill",
+    "nano-quality": "nano_quality",
     "prefix-lookup": "prefix_lookup",
     "page-bookkeeping": "page_bookkeeping",
+    "page-store": "page_store",
     "sampler-step": "sampler_step",
 }
 

@@ -22,9 +22,12 @@ class FaultyFiles(FileSystem):
     read_delay_s: float = 0.0
     write_delay_s: float = 0.0
     longest_write: int | None = None
+    no_direct: bool = False
     raised: int = 0
 
     def open(self, path, flags):
+        if self.no_direct and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
         if self.open_error:
             raise OSError(self.open_error, os.strerror(self.open_error), str(path))
         return super().open(path, flags)
@@ -36,22 +39,22 @@ class FaultyFiles(FileSystem):
             self._fail(errno.EIO)
         return super().read(fd, count, offset)
 
-    def write(self, fd, pieces, offset):
+    def write(self, fd, data, offset):
         time.sleep(self.write_delay_s)
         if self.write_errors:
             self.write_errors -= 1
             self._fail(errno.EIO)
-        data = b"".join(pieces)
         if self.longest_write is not None:
             data = data[: self.longest_write]
         if self.room is not None:
             growth = max(offset + len(data) - self.size(fd), 0)
             if growth > self.room:
-                data = data[: max(len(data) - growth + self.room, 0)]
+                # a direct write takes whole sectors
+                data = data[: max(len(data) - growth + self.room, 0) // 512 * 512]
                 if not data:
                     self._fail(errno.ENOSPC)
             self.room -= min(growth, self.room)
-        return super().write(fd, [data], offset)
+        return super().write(fd, data, offset)
 
     def sync(self, fd):
         if self.sync_errors:

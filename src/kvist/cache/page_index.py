@@ -55,6 +55,10 @@ class DamagedIndex(sqlite3.DatabaseError):
     """The index contradicts itself or its page file; it is to be made again from the records."""
 
 
+class UnfinishedIndex(DamagedIndex):
+    """An index whose creation was cut short by a kill: it never held a page."""
+
+
 class PageIndex:
     """An open index. Reading and writing use a connection each, so that a lookup does not wait for a transaction."""
 
@@ -102,11 +106,15 @@ class PageIndex:
         return None if row is None else _entry(row)
 
     def find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """The entries of those of at most `MOST_KEYS` keys that are there; about 3 us a key."""
-        marks = ",".join("?" * len(keys))
-        with self._read_lock:
-            rows = self._reader.execute(f"SELECT key, slot, sequence, clock FROM pages WHERE key IN ({marks})", keys).fetchall()
-        return {entry.key: entry for entry in map(_entry, rows)}
+        """The entries of those keys that are there; about 3 us a key."""
+        found: dict[bytes, Entry] = {}
+        for at in range(0, len(keys), MOST_KEYS):
+            part = keys[at : at + MOST_KEYS]
+            query = f"SELECT key, slot, sequence, clock FROM pages WHERE key IN ({','.join('?' * len(part))})"
+            with self._read_lock:
+                rows = self._reader.execute(query, part).fetchall()
+            found.update((row[0], _entry(row)) for row in rows)
+        return found
 
     def entries(self, first_slot: int = 0) -> Iterator[Entry]:
         """All entries in key order, those in slots below `first_slot` left out; no transaction stays open between chunks."""
@@ -237,6 +245,8 @@ class PageIndex:
                 f"{self.path} has index version {version}; this program reads versions up to {INDEX_VERSION}. "
                 "Use a newer kvist or another directory; the pages are left as they are"
             )
+        if not application and not version:
+            raise UnfinishedIndex(f"{self.path} was not finished")
         row = self._reader.execute("SELECT store FROM state").fetchone() if version == INDEX_VERSION else None
         if row is None or row[0] != store:
             raise DamagedIndex(f"{self.path} does not belong to the page file beside it")

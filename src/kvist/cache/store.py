@@ -306,8 +306,9 @@ class PageStore:
     def _put(self, pages: Sequence[Page]) -> int:
         fresh: dict[bytes, Page] = {}
         there = []
+        known = self._index.find_many([page.key for page in pages])
         for page in pages:
-            entry = self._index.find(page.key)
+            entry = known.get(page.key)
             if entry is not None and self._is_negative(entry):
                 self._index.drop(entry, None)  # it could not be read: the new bytes take its place
                 entry = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvist.cache.page_file import FILE_NAME, HEAD_BYTES, FileSystem, Geometry, PageFile
-from kvist.cache.page_index import BYTES_A_PAGE, PageIndex, is_damage, is_full
+from kvist.cache.page_index import BYTES_A_PAGE, PageIndex, UnfinishedIndex, is_damage, is_full
 from kvist.cache.record import KEY_BYTES, CorruptPage, read_header
 from kvist.cache.store_errors import NotAStore, OtherModel, StoreBudgetTooSmall, StoreError, StoreFull, StoreUnwritable
 
@@ -106,7 +106,7 @@ def open_index(folder: Path, file: PageFile, *, read_only: bool) -> tuple[PageIn
             ) from error
         if PageIndex.exists(folder) and not is_damage(error):
             raise
-        fresh = not PageIndex.exists(folder) and not file.slots
+        fresh = not file.slots and (isinstance(error, UnfinishedIndex) or not PageIndex.exists(folder))
         log.log(logging.DEBUG if fresh else logging.WARNING, "%s: index is made from the records (%s)", folder, error)
     return make_index(folder, file), not fresh
 
