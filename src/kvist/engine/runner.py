@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
+from kvist.checkpoint import expert_store
 from kvist.checkpoint.engram_store import StoredTable
 from kvist.checkpoint.reads import ReadFailed
 from kvist.engine.batch import BatchBuilder, FeatureCache
@@ -46,6 +47,11 @@ class Runner:
         self.batch = BatchBuilder(model, self.features, self.device)
         self.layers, self.split = len(self.plan.layers), self.plan.decoder_start
         self.rows = self.tail_rows = 0
+        # An expert that cannot be read then costs the rows that chose it, which become NaN, not the whole step.
+        self.experts = expert_store(model)
+        self.unread: ReadFailed | None = None
+        if self.experts is not None:
+            self.experts.isolate = True
         blocks = (model.layers[layer] for layer in model.config.engram_layer_ids)
         self.readers = [block.engram.reader for block in blocks if isinstance(block, Block) and block.engram is not None]
         low = [layer for layer in model.targets if layer < self.split]
@@ -90,7 +96,18 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> StepResult:
-        """Run all pieces in one ragged pass. One segment a request; draft windows are filled from decoder rows."""
+        """Run all pieces in one ragged pass. One segment a request; draft windows are filled from decoder rows.
+
+        `unread` is then the first error of reading an expert in this pass, if there was any: what made rows not finite.
+        """
+        if self.experts is not None:
+            self.experts.take_failures()  # of drafts, which cost nobody a reply
+        result = self._run(pieces)
+        failures = [] if self.experts is None else self.experts.take_failures()
+        self.unread = failures[0] if failures else None
+        return result
+
+    def _run(self, pieces: Sequence[Piece]) -> StepResult:
         with self.guard():
             rows = self.batch.rows(pieces)
             flow = self.model.begin(rows)
