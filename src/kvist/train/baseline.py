@@ -89,17 +89,17 @@ def train_dense(
     sampler: Sampler,
     folder: Path,
     device: torch.device,
+    held_out: Corpus,
     *,
     inner: int,
     tokens: float,
     seconds: float,
-    held_out: Corpus | None = None,
-    limit: int = 1_200_000,
+    limit: int,
 ) -> dict[str, Any]:
     """Train until `tokens` or `seconds` under the recipe's own schedule; losses by tier go to `dense.jsonl`.
 
-    Sequences are as long as the main run's at the same progress, but never longer than `recipe.length`. With `held_out` the
-    result has bits per byte a tier, over the same windows as the main model's.
+    Sequences are as long as the main run's at the same progress, but never longer than `recipe.length`. `dense.json` gets bits
+    per byte a tier of `held_out` (at most about `limit` tokens each), over the same windows as the main model's.
     """
     weights = {n: w.to(device).requires_grad_() for n, w in dense_values(config, inner, recipe.seed).items()}
     optimiser = Optimiser(config, weights, muon_ratio=recipe.muon_ratio)
@@ -129,12 +129,11 @@ def train_dense(
             with (folder / "dense.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(line) + "\n")
             sums.zero_()
-    if held_out is not None:
-        line["bits_per_byte"] = {
-            tier: dense_bits_per_byte(config, weights, *documents(held_out, tier, limit), recipe, device)
-            for tier in ("prose", "docs", "code")
-        }
-        (folder / "dense.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
+    line["bits_per_byte"] = {
+        tier: dense_bits_per_byte(config, weights, *documents(held_out, tier, limit), recipe, device)
+        for tier in ("prose", "docs", "code")
+    }
+    (folder / "dense.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     return line
 
 

@@ -28,6 +28,9 @@ from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, recall_from_t
 from kvist.train.weights import storages
 
 
+STAGES = ("train", "draft", "export", "evaluate", "baseline")
+
+
 class TrainingError(ValueError):
     """A run that cannot start; the message names what is missing and the way out."""
 
@@ -54,9 +57,8 @@ def run(
     Continues from `out/state.pt` if there is one. Stages: train, draft, export (into `out/model`), evaluate
     (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`, `ConfigError` or ValueError.
     """
-    known = ("train", "draft", "export", "evaluate", "baseline")
-    if unknown := [stage for stage in stages if stage not in known]:
-        raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(known)}")
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
     config = preset(model) if model in PRESETS else load_config(model)
     place = _device(device)
     if place.type == "cuda":
@@ -71,8 +73,8 @@ def run(
     results: dict[str, Any] = {}
     if "baseline" in stages:
         results["baseline"] = train_dense(
-            config, recipe, sampler, out, place, inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds,
-            held_out=Corpus(data, "heldout"), limit=limit,
+            config, recipe, sampler, out, place, Corpus(data, "heldout"),
+            inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds, limit=limit,
         )  # fmt: skip
     if set(stages) <= {"baseline"}:
         return results
