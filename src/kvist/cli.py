@@ -35,7 +35,10 @@ app = typer.Typer(
 )
 checkpoint_app = typer.Typer(help="Look into, check and convert checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
+cache_app = typer.Typer(help="Look into, prove, cut down and export a store of cache pages.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
 
+Store = Annotated[Path, typer.Argument(metavar="DIR", help="the directory of a page store")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a folder, a shipped name (nano) or a hub id")]
 
 
@@ -365,6 +368,65 @@ def convert_checkpoint(
     _, files = convert(model, out, weights=weights.value, experts=experts.value, **options)
     for file in files:
         print(f"{file}  {file.stat().st_size:,} bytes")
+
+
+@cache_app.command("stat")
+def stat_cache(folder: Store) -> None:
+    """Pages, bytes and budget of a store; works beside the process that writes it."""
+    from kvist.cache.store import PageStore
+
+    store = PageStore.open(folder, read_only=True)
+    stat, geometry = store.stat(), store.geometry
+    table = Table("pages", "tokens a page", "bytes a page", "slot bytes", "page file", "index", "model root")
+    numbers = (stat.pages, geometry.page_tokens, stat.page_bytes, stat.slot_bytes, stat.file_bytes, stat.index_bytes)
+    table.add_row(*(f"{number:,}" for number in numbers), geometry.model.hex())
+    _output().print(table)
+    store.close()
+
+
+@cache_app.command("verify")
+def verify_cache(
+    folder: Store,
+    drop: Annotated[bool, typer.Option("--drop", help="drop bad pages and make a bad index again (no other writer)")] = False,
+) -> None:
+    """Read and prove every page; status 1 if any is bad."""
+    from kvist.cache.maintenance import verify
+    from kvist.cache.store import PageStore
+
+    store = PageStore.open(folder, read_only=not drop)
+    result = verify(store)
+    store.close()
+    if store.notice:
+        _errors().print(store.notice, markup=False, highlight=False, soft_wrap=True)
+    print(f"{folder}: {result.pages:,} good pages, {result.payload_bytes:,} bytes")
+    problems = [f"{count} bad pages: {reason}" for reason, count in result.bad.items()]
+    _show_findings((*problems, *([result.index] if result.index else [])), _output())
+    if not result.good:
+        print("dropped" if result.dropped else "left as it is; --drop mends it, the pages are then computed again")
+        raise typer.Exit(1)
+
+
+@cache_app.command("prune")
+def prune_cache(
+    folder: Store,
+    keep_bytes: Annotated[int, typer.Option(metavar="BYTES", help="most bytes of page file and index afterwards")],
+) -> None:
+    """Keep the most recently used pages that fit and give the disk space of the others back."""
+    from kvist.cache.maintenance import prune
+
+    gone, left = prune(folder, keep_bytes)
+    print(f"{folder}: {gone:,} pages removed, {left:,} kept")
+
+
+@cache_app.command("export")
+def export_cache(folder: Store, out: Annotated[Path, typer.Argument(metavar="OUT", help="new folder to write")]) -> None:
+    """Write every good page as a plain file KEY.page and a line of pages.jsonl."""
+    from kvist.cache.maintenance import export
+    from kvist.cache.store import PageStore
+
+    store = PageStore.open(folder, read_only=True)
+    print(f"{export(store, out):,} pages in {out}")
+    store.close()
 
 
 if __name__ == "__main__":

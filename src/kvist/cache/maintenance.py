@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvist.cache.store import PageStore
+from kvist.cache.store_directory import capacity_of
 
 LIST_NAME = "pages.jsonl"
 
@@ -75,3 +76,16 @@ def export(store: PageStore, out: Path) -> int:
             lines.write(json.dumps(row) + "\n")
             count += 1
     return count
+
+
+def prune(folder: Path, keep_bytes: int) -> tuple[int, int]:
+    """Cut a store down to a byte budget; returns pages (removed, kept).
+
+    Raises `ReadOnlyStore` while another process writes, `StoreBudgetTooSmall` for less than a page, else as `PageStore.open`.
+    """
+    store = PageStore.open(folder)
+    try:
+        gone = store.shrink(capacity_of(keep_bytes, store.geometry))
+        return gone, store.stat().pages
+    finally:
+        store.close()

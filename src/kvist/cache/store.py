@@ -95,7 +95,7 @@ class PageStore:
         lock: int | None = None
         file: PageFile | None = None
         try:
-            lock, notice = (None, None) if read_only else lock_for_writing(folder, files)
+            lock, notice = (None, None) if read_only else lock_for_writing(folder, files, create=model is not None)
             file, capacity = open_page_file(
                 folder,
                 files,

@@ -26,11 +26,13 @@ _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 
 
-def lock_for_writing(folder: Path, files: FileSystem) -> tuple[int | None, str | None]:
+def lock_for_writing(folder: Path, files: FileSystem, *, create: bool) -> tuple[int | None, str | None]:
     """Become the directory's writer: (lock, None), or (None, a notice) while another process is. Raises `OSError`.
 
     The kernel releases the lock of a process that ended in any way, so nothing stale is ever left behind.
     """
+    if not create and not (folder / FILE_NAME).exists():
+        raise _no_store(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fd = files.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
@@ -72,7 +74,7 @@ def open_page_file(
             file.close()
             raise
     if not writable or model is None or page_bytes is None:
-        raise NotAStore(f"{folder} holds no store ({FILE_NAME} is missing); give the directory that a writer was started with")
+        raise _no_store(folder)
     if not 1 <= page_bytes < 1 << 31:
         raise ValueError(f"page_bytes is {page_bytes}; from 1 to 2**31 - 1")
     geometry = Geometry.new(page_bytes=page_bytes, page_tokens=page_tokens or 0, model=model)
@@ -102,7 +104,7 @@ def open_index(folder: Path, file: PageFile, *, read_only: bool) -> tuple[PageIn
         if read_only:
             raise NotAStore(
                 f"the index of {folder} cannot be read ({error}) and a reader must not make it again: open the directory for "
-                "writing once, for example with `kvist cache verify`"
+                "writing once, for example with `kvist cache verify --drop`"
             ) from error
         if PageIndex.exists(folder) and not is_damage(error):
             raise
@@ -134,6 +136,10 @@ def surroundings(error: OSError | sqlite3.Error, folder: Path) -> StoreError:
 def is_no_room(error: OSError) -> bool:
     """Whether an error says that the disk, a quota or a file size limit is full."""
     return error.errno in _NO_ROOM
+
+
+def _no_store(folder: Path) -> NotAStore:
+    return NotAStore(f"{folder} holds no store ({FILE_NAME} is missing); give the directory that a writer was started with")
 
 
 def _require_same(file: PageFile, model: bytes | None, page_bytes: int | None, page_tokens: int | None) -> None:
