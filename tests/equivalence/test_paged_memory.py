@@ -33,6 +33,8 @@ NUMERICS = {
     "bfloat16": Numerics(dtype=torch.bfloat16),
     "cpu bfloat16": Numerics(impl="cpu", dtype=torch.bfloat16),
 }
+BATCH_FREE = ("deterministic", "cpu")
+"""Numerics in which a row's bits do not depend on its batch or chunk: by promise, and native float32 operators in fact."""
 _models: dict[str, Transformer] = {}
 
 
@@ -85,6 +87,22 @@ def test_prefill_and_decode_in_ragged_batches(numerics: str, page_tokens: int, c
         logits.append([*steps, draft.logits_RBV, draft.confidence_RB])
     for index, (one, other) in enumerate(zip(*logits, strict=True)):
         assert torch.equal(one, other), f"step {index}: {(one - other).abs().max()}"
+
+
+@pytest.mark.parametrize("numerics", BATCH_FREE)
+def test_any_cut_of_a_prompt_gives_the_bits_of_one_forward(numerics: str) -> None:
+    """Prefill in chunks beside another request, then single tokens: logits of the full forward (CMP-05, SPC-05)."""
+    model, ids = model_of(numerics), tokens(44, 17)
+    full = Session(model, memory=dense(model), chunk=1000).score(ids)
+    for chunk in (1, 3, 4, 5, 16):
+        session = Session(model, memory=paged(model), replay="exact", chunk=chunk)  # type: ignore[arg-type]
+        sequences = [Sequence(0, ids[:37]), Sequence(1, tokens(21, 18))]
+        rows = [session.prefill(sequences)[:1]]
+        for token in ids[37:].tolist():
+            for sequence in sequences:
+                sequence.append(token)
+            rows.append(session.decode(sequences)[:1])
+        assert torch.equal(torch.cat(rows), full[36:]), chunk
 
 
 Piece = tuple[int, Tensor, int, int, int]
@@ -165,9 +183,10 @@ def test_replay_beside_other_requests_is_that_of_the_dense_memory(numerics: str,
         assert len(held) == min(window, hit + suffix + 3 - start)
 
 
-def test_replay_in_pieces_gives_the_bits_of_replay_at_once() -> None:
+@pytest.mark.parametrize("numerics", BATCH_FREE)
+def test_replay_in_pieces_gives_the_bits_of_replay_at_once(numerics: str) -> None:
     """A replay that a chunk limit cuts, also inside a group: only `publish_from` decides what is written."""
-    model, ids = model_of("deterministic"), tokens(48, 9)
+    model, ids = model_of(numerics), tokens(48, 9)
     results = []
     for cuts in ([24, 48], [24, 27, 31, 32, 35, 48], [24, 25, 26, 33, 48]):
         memory = paged(model)
@@ -214,10 +233,10 @@ def test_rejected_drafts_leave_no_trace(ratio: int, width: int) -> None:
                 assert torch.equal(drafted.window(layer, taken, stop), clean.window(layer, taken, stop)), (start, taken, layer)
 
 
-@pytest.mark.parametrize("width", [1, 6])
-def test_rejected_drafts_leave_no_trace_to_the_bit(width: int) -> None:
-    """The same against the plain forward in `deterministic` numerics, drafts in a batch with another request (SPC-03)."""
-    model, ids, other = model_of("deterministic"), tokens(48, 4), tokens(48, 8)
+@pytest.mark.parametrize(("numerics", "width"), [("deterministic", 1), ("cpu", 1), ("deterministic", 6), ("cpu", 6)])
+def test_rejected_drafts_leave_no_trace_to_the_bit(numerics: str, width: int) -> None:
+    """The same against the plain forward, drafts in a batch with another request (SPC-03)."""
+    model, ids, other = model_of(numerics), tokens(48, 4), tokens(48, 8)
     clean = paged(model)
     full = run(model, clean, [whole(0, ids, 0, 44), whole(1, other, 0, 44)])
     for start in (19, 20, 23):
@@ -261,9 +280,10 @@ def test_broken_rows_of_one_request_leave_the_others_unchanged(numerics: str) ->
     assert torch.equal(results[0], results[1])
 
 
-def test_a_copied_partial_page_goes_its_own_way() -> None:
+@pytest.mark.parametrize("numerics", BATCH_FREE)
+def test_a_copied_partial_page_goes_its_own_way(numerics: str) -> None:
     """Two requests that share 20 tokens, pages of 8: the third page is copied, the first two stay shared."""
-    model = model_of("deterministic")
+    model = model_of(numerics)
     one, two = tokens(40, 21), torch.cat([tokens(40, 21)[:20], tokens(20, 22)])
     memory, alone = paged(model), paged(model)
     run(model, memory, [whole(0, one, 0, 21)])

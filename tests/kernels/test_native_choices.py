@@ -123,6 +123,20 @@ def test_selection_ignores_poisoned_rows_that_are_not_visible():
     assert torch.equal(clean.candidates_NB, again.candidates_NB)
 
 
+@pytest.mark.parametrize(("heads", "width"), [(4, 64), (3, 32), (2, 40), (5, 128)])
+def test_a_choice_does_not_depend_on_the_queries_beside_it(heads, width):
+    """Rounding scores included: keys so alike that a last bit decides which are chosen."""
+    q, weight, keys = normal(12, heads, width, seed=1), normal(12, heads, seed=2), normal(1, width, seed=3).repeat(70, 1)
+    keys += normal(70, width, seed=4) * 2.0**-21
+    visible = torch.arange(59, 71)
+    whole = select(q, weight, keys, visible, k=8, block_size=4, publish_blocks=3, impl="cpu")
+    for n in range(12):
+        row = slice(n, n + 1)
+        alone = select(q[row], weight[row], keys, visible[row], k=8, block_size=4, publish_blocks=3, impl="cpu")
+        assert torch.equal(alone.topk_NK, whole.topk_NK[row])
+        assert torch.equal(alone.candidates_NB, whole.candidates_NB[row])
+
+
 class Bank(ResidentBank):
     """Experts with weights FP4 and FP8 formats can hold, or (`odd`) ones that only float32 holds."""
 

@@ -20,15 +20,23 @@ static float e8m0_value(uint8_t byte)
     return float_of(byte ? (uint32_t)byte << 23 : 1u << 22);
 }
 
-/* 16 values of 8 bytes of codes. */
-INLINE void unpack16(const uint8_t *codes, float scale, float *out)
+/* 32 values of 16 bytes of codes; each half has its scale. */
+INLINE void unpack32(const uint8_t *codes, float first, float second, float *out)
 {
 #if defined(__GNUC__) && !defined(__clang__)
-    i16v index;
-    for (int i = 0; i < 8; i++) index[2 * i] = codes[i] & 15, index[2 * i + 1] = codes[i] >> 4;
-    store16(out, __builtin_shuffle(load16(E2M1), index) * scale);
+    typedef uint8_t b16 __attribute__((vector_size(16)));
+    const i16v low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    b16 bytes;
+    memcpy(&bytes, codes, 16);
+    i16v code = __builtin_convertvector(bytes, i16v);
+    v16 even = __builtin_shuffle(load16(E2M1), code), odd = __builtin_shuffle(load16(E2M1), code >> 4); /* modulo 16 */
+    store16(out, __builtin_shuffle(even, odd, low) * first);
+    store16(out + 16, __builtin_shuffle(even, odd, low + 8) * second);
 #else
-    for (int i = 0; i < 8; i++) out[2 * i] = E2M1[codes[i] & 15] * scale, out[2 * i + 1] = E2M1[codes[i] >> 4] * scale;
+    for (int i = 0; i < 16; i++) {
+        float scale = i < 8 ? first : second;
+        out[2 * i] = E2M1[codes[i] & 15] * scale, out[2 * i + 1] = E2M1[codes[i] >> 4] * scale;
+    }
 #endif
 }
 
@@ -38,7 +46,8 @@ void read_main_row(const page_source *source, int64_t slot, int64_t row, float *
     int64_t at = row % source->rows, width = source->main_width;
     const uint8_t *codes = page + source->main_codes + at * (width / 2);
     const uint8_t *scales = page + source->main_scales + at * (width / 16);
-    for (int64_t g = 0; g < width / 16; g++) unpack16(codes + 8 * g, e4m3_value(scales[g]), out + 16 * g);
+    for (int64_t g = 0; g < width / 32; g++)
+        unpack32(codes + 16 * g, e4m3_value(scales[2 * g]), e4m3_value(scales[2 * g + 1]), out + 32 * g);
 }
 
 void read_key_row(const page_source *source, int64_t slot, int64_t row, float *out)
@@ -47,7 +56,10 @@ void read_key_row(const page_source *source, int64_t slot, int64_t row, float *o
     int64_t at = row % source->rows, width = source->key_width;
     const uint8_t *codes = page + source->key_codes + at * (width / 2);
     const uint8_t *scales = page + source->key_scales + at * (width / 32);
-    for (int64_t g = 0; g < width / 16; g++) unpack16(codes + 8 * g, e8m0_value(scales[g / 2]), out + 16 * g);
+    for (int64_t g = 0; g < width / 32; g++) {
+        float scale = e8m0_value(scales[g]);
+        unpack32(codes + 16 * g, scale, scale, out + 32 * g);
+    }
 }
 
 query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles)

@@ -12,8 +12,6 @@ typedef struct {
     int64_t heads, width, rows, k, block_size, pool_blocks, published;
 } select_job;
 
-enum { PAIR_TILE = 16 };
-
 /* keys [rows][width] -> [ceil(rows / 16)][width][16], missing rows zero. */
 static void transpose_keys(const float *keys, int64_t rows, int64_t width, float *keys_t)
 {
@@ -25,50 +23,53 @@ static void transpose_keys(const float *keys, int64_t rows, int64_t width, float
         }
 }
 
-/* P (query, head) pairs against one block of 16 keys. */
-INLINE void pair_tile(const int P, const float *q, const float *block, int64_t width, v16 *dots)
+/* One query head against 16 keys, in `score_row`'s order of sums: channels modulo 16 apart, then halves, then the rest. */
+INLINE v16 block_dot(const float *q, const float *block, int64_t width)
 {
-    v16 acc[PAIR_TILE];
+    v16 acc[LANES];
+    int64_t i = 0, rest = width % LANES;
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) acc[p] = (v16){0};
-    for (int64_t i = 0; i < width; i++) {
-        v16 key = load16(block + i * LANES);
+    for (int l = 0; l < LANES; l++) acc[l] = (v16){0};
+    for (; i + LANES <= width; i += LANES)
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++) acc[p] += q[p * width + i] * key;
-    }
+        for (int l = 0; l < LANES; l++) acc[l] += q[i + l] * load16(block + (i + l) * LANES);
+    if (rest)
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) dots[p] = acc[p];
+        for (int l = 0; l < LANES; l++)
+            if (l < rest) acc[l] += q[i + l] * load16(block + (i + l) * LANES);
+#pragma GCC unroll 8
+    for (int l = 0; l < 8; l++) acc[l] += acc[l + 8];
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; l++) acc[l] += acc[l + 4];
+    return (acc[0] + acc[2]) + (acc[1] + acc[3]);
 }
 
 void score_block(index_shape shape, const float *q, const float *weight, int64_t queries, const float *block, float *scores,
-                 int64_t ld, v16 *dots)
+                 int64_t ld)
 {
-    int64_t pairs = queries * shape.heads, width = shape.width, p = 0;
-    for (; p + PAIR_TILE <= pairs; p += PAIR_TILE) pair_tile(PAIR_TILE, q + p * width, block, width, dots + p);
-    for (; p + 4 <= pairs; p += 4) pair_tile(4, q + p * width, block, width, dots + p);
-    for (; p < pairs; p++) pair_tile(1, q + p * width, block, width, dots + p);
     for (int64_t n = 0; n < queries; n++) {
         v16 total = {0};
-        for (int64_t j = 0; j < shape.heads; j++) {
-            v16 dot = dots[n * shape.heads + j];
-            total += (v16)((dot > fill16(0)) & (i16v)dot) * weight[n * shape.heads + j];
-        }
+        for (int64_t j = n * shape.heads; j < (n + 1) * shape.heads; j++)
+            total = add_head(total, block_dot(q + j * shape.width, block, shape.width), weight[j]);
         store16(scores + n * ld, total);
     }
 }
 
 float score_row(index_shape shape, const float *q, const float *weight, const float *key)
 {
-    float total = 0;
+    v16 total = {0};
+    int64_t rest = shape.width % LANES, whole = shape.width - rest;
     for (int64_t j = 0; j < shape.heads; j++, q += shape.width) {
         v16 acc = {0};
-        int64_t i = 0;
-        for (; i + 16 <= shape.width; i += 16) acc += load16(q + i) * load16(key + i);
-        float dot = sum16(acc);
-        for (; i < shape.width; i++) dot += q[i] * key[i];
-        total += (dot > 0 ? dot : 0.0f) * weight[j];
+        for (int64_t i = 0; i < whole; i += LANES) acc += load16(q + i) * load16(key + i);
+        if (rest) {
+            float left[2 * LANES] = {0};
+            memcpy(left, q + whole, (size_t)rest * 4), memcpy(left + LANES, key + whole, (size_t)rest * 4);
+            acc += load16(left) * load16(left + LANES);
+        }
+        total = add_head(total, fill16(sum16(acc)), weight[j]);
     }
-    return total;
+    return total[0];
 }
 
 /* A float's bits as an integer of the same order (-0 just below +0). */
@@ -168,7 +169,6 @@ static void select_range(void *context, int64_t first, int64_t stop)
     index_shape shape = {job->heads, job->width};
     float *scores = malloc((size_t)(QUERY_TILE * ld + 2 * room) * 4);
     int64_t *ids = malloc((size_t)room * 8);
-    v16 *dots = aligned_alloc(64, (size_t)(QUERY_TILE * job->heads) * 64);
     keeper kept = {.score = scores + QUERY_TILE * ld, .work = scores + QUERY_TILE * ld + room, .id = ids};
     int only_pool = job->pool && !job->published;
     for (int64_t at = first; at < stop; at += QUERY_TILE) {
@@ -177,7 +177,7 @@ static void select_range(void *context, int64_t first, int64_t stop)
         rows = rows < job->rows ? rows : job->rows;
         for (int64_t b = 0; job->keys_t && !only_pool && b < (rows + LANES - 1) / LANES; b++)
             score_block(shape, job->q + at * job->heads * job->width, job->weight + at * job->heads, queries,
-                        job->keys_t + b * job->width * LANES, scores + b * LANES, ld, dots);
+                        job->keys_t + b * job->width * LANES, scores + b * LANES, ld);
         for (int64_t n = 0; n < queries; n++) {
             if (!job->keys_t && !only_pool)
                 for (int64_t m = 0; m < job->visible[at + n] && m < rows; m++) scores[m + n * ld] = score_of(job, at + n, m);
@@ -186,7 +186,6 @@ static void select_range(void *context, int64_t first, int64_t stop)
     }
     free(scores);
     free(ids);
-    free(dots);
 }
 
 void kvist_select(const float *q, const float *weight, const float *keys, const int64_t *visible, const int64_t *pool,

@@ -1,6 +1,6 @@
 /* What both index selections share: scores of rows and of blocks of 16, and the keeper of the k best.
  *
- * Scores are float32 sums over channels, then over heads in order.
+ * Scores are float32 sums over channels, then over heads in order; how many queries or keys share a call changes no bit.
  */
 #ifndef KVIST_SELECT_H
 #define KVIST_SELECT_H
@@ -12,11 +12,14 @@ enum { LANES = 16 };
 /* Index heads of one model: `width` channels each. */
 typedef struct { int64_t heads, width; } index_shape;
 
+/* Adds a head's part to scores. Always in 16 lanes: whether the compiler fuses product and sum depends on the width. */
+INLINE v16 add_head(v16 total, v16 dot, float weight) { return total + (v16)((dot > fill16(0)) & (i16v)dot) * weight; }
+
 /* Score of one query (q [heads][width], weight [heads]) for one key. */
 float score_row(index_shape shape, const float *q, const float *weight, const float *key);
-/* Scores of consecutive queries for 16 keys that lie transposed, [width][16]; scores[query * ld]. `dots`: a vector a head. */
+/* The same scores, bit for bit, of consecutive queries for 16 keys that lie transposed, [width][16]; scores[query * ld]. */
 void score_block(index_shape shape, const float *q, const float *weight, int64_t queries, const float *block, float *scores,
-                 int64_t ld, v16 *dots);
+                 int64_t ld);
 
 /* The k best of what is offered, ids ascending; `score`, `work` and `id` have room for keeper_room(k). */
 typedef struct { float *score, *work; int64_t *id; int64_t count, k, room; float bar; } keeper;

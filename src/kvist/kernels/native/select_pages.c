@@ -203,20 +203,16 @@ static int integer_scores(const select_job *job, const workspace *room, int64_t 
     for (int64_t n = 0; n < queries; n++) {
         const float *weight = job->weight + (first + n) * job->shape.heads;
         v16 total = {0};
-        for (int64_t j = 0; j < job->shape.heads; j++) {
-            v16 dot = room->dots[n * job->shape.heads + j];
-            total += (v16)((dot > fill16(0)) & (i16v)dot) * weight[j];
-        }
+        for (int64_t j = 0; j < job->shape.heads; j++) total = add_head(total, room->dots[n * job->shape.heads + j], weight[j]);
         store16(scores + n * ld, total);
     }
     return 1;
 }
 #endif
 
-/* Scores of a tile's queries for the 16 rows ids[0..15] of a slot (-1: none) into scores[query * ld + lane].
- * `by_row`: the float code of a few queries, else that of many (their sums over channels run in different orders). */
+/* Scores of a tile's queries for the 16 rows ids[0..15] of a slot (-1: none) into scores[query * ld + lane]. */
 static void score_rows(const select_job *job, workspace *room, int64_t slot, int64_t first, int64_t queries, const int64_t *ids,
-                       int by_row, float *scores, int64_t ld)
+                       float *scores, int64_t ld)
 {
     const page_source *s = job->source;
     int64_t width = job->shape.width, heads = job->shape.heads;
@@ -243,7 +239,7 @@ static void score_rows(const select_job *job, workspace *room, int64_t slot, int
         else memset(key, 0, (size_t)width * 4);
     }
     const float *q = job->q + first * heads * width, *weight = job->weight + first * heads;
-    if (by_row) {
+    if (queries < 4) {
         for (int64_t n = 0; n < queries; n++)
             for (int64_t lane = 0; lane < LANES && ids[lane] >= 0; lane++)
                 scores[n * ld + lane] = score_row(job->shape, q + n * heads * width, weight + n * heads, room->unpacked + lane * width);
@@ -251,7 +247,7 @@ static void score_rows(const select_job *job, workspace *room, int64_t slot, int
     }
     for (int64_t lane = 0; lane < LANES; lane++)
         for (int64_t i = 0; i < width; i++) room->block[i * LANES + lane] = room->unpacked[lane * width + i];
-    score_block(job->shape, q, weight, queries, room->block, scores, ld, room->dots);
+    score_block(job->shape, q, weight, queries, room->block, scores, ld);
 }
 
 INLINE int64_t visible_rows(const select_job *job, const segment *part, int64_t row)
@@ -270,7 +266,7 @@ static void choose_in_pool(const select_job *job, workspace *room, const segment
     }
     int64_t padded = (n + LANES - 1) / LANES * LANES;
     for (int64_t i = n; i < padded; i++) room->ids[i] = -1;
-    for (int64_t i = 0; i < padded; i += LANES) score_rows(job, room, part->slot, query, 1, room->ids + i, 1, room->scores + i, padded);
+    for (int64_t i = 0; i < padded; i += LANES) score_rows(job, room, part->slot, query, 1, room->ids + i, room->scores + i, padded);
     keeper_reset(&room->kept, job->k);
     for (int64_t i = 0; i < n; i++) keeper_offer(&room->kept, room->scores[i], room->ids[i]);
     keeper_finish(&room->kept, job->topk + query * job->k);
@@ -299,7 +295,7 @@ static void select_tile(const select_job *job, workspace *room, const query_tile
     const segment *part = job->segments + tile->segment;
     int64_t first = part->start + tile->first, rows = visible_rows(job, part, tile->first + tile->count - 1);
     int64_t ld = (rows + LANES - 1) / LANES * LANES, ids[LANES];
-    int only_pool = job->pool && !job->published, by_row = part->length < 4 || only_pool;
+    int only_pool = job->pool && !job->published;
 #ifdef INTEGER_DOTS
     if (!only_pool)
         room->on_grid.usable = job->shape.width <= MOST_WIDTH
@@ -307,7 +303,7 @@ static void select_tile(const select_job *job, workspace *room, const query_tile
 #endif
     for (int64_t b = 0; b < rows && !only_pool; b += LANES) {
         for (int64_t lane = 0; lane < LANES; lane++) ids[lane] = b + lane < rows ? b + lane : -1;
-        score_rows(job, room, part->slot, first, tile->count, ids, by_row, room->scores + b, ld);
+        score_rows(job, room, part->slot, first, tile->count, ids, room->scores + b, ld);
     }
     for (int64_t r = 0; r < tile->count; r++) {
         if (!only_pool) {
