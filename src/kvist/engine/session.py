@@ -205,7 +205,9 @@ class Session:
             ids = self.model.engram_ids(sequence.ids_T[origin:stop], sequence.text_T[origin:stop], start - origin)
             assert ids is not None
             parts.append(ids)
-        return torch.cat(parts, 1)
+        rows = torch.cat(parts, 1)
+        self.model.prefetch_engram(rows)
+        return rows
 
     def _features(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor | None, Tensor | None]:
         values, places, at = [], [], 0

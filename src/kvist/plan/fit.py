@@ -8,6 +8,7 @@ that holds experts is least recently used (`checkpoint.bounded`).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from kvist.config import LayerMode, ModelConfig
 from kvist.inventory import DTYPE_BYTES, Parameter, Storage, parameters, part_of
@@ -95,7 +96,7 @@ class Fit:
     cache_bytes: int
     cache_read: float
     resident_in: str
-    lacking: float
+    lacking: int
     distinct_experts: float
     tiers: tuple[Tier, ...] = ()
     tables_share: float = 0.0
@@ -128,9 +129,9 @@ def fit(
     sizes = sizes_of(config, held)
     cache = streams * cache_bytes(config, context)
     resident = sizes.dense + cache
-    gpu, ram = machine.gpu_gb * GB, max(0.0, (machine.ram_gb - machine.reserve_gb) * GB)
+    gpu, ram = round(machine.gpu_gb * GB), max(0, round((machine.ram_gb - machine.reserve_gb) * GB))
     on_gpu = resident <= gpu
-    lacking = 0.0 if on_gpu else max(0.0, resident - ram)
+    lacking = 0 if on_gpu else max(0, resident - ram)
     start = Fit(
         config=config,
         machine=machine,
@@ -213,6 +214,7 @@ def distinct(experts: int, active: int, tokens: float) -> float:
     return experts * (1 - (1 - active / experts) ** tokens)
 
 
+@lru_cache(maxsize=16)
 def sizes_of(config: ModelConfig, held: str) -> Sizes:
     """Bytes by class, dense weights in the form `held`."""
     sums = {"dense": 0, "dense_read": 0, "expert": 0, "experts": 0, "draft_experts": 0, "tables": 0}
