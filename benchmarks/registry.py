@@ -12,6 +12,7 @@ from benchmarks.cases import Benchmark
 
 MODULES: dict[str, str] = {
     "nano-decode-b1": "nano_decode",
+    "nano-decode-b16": "nano_batch",
     "nano-prefill": "nano_prefill",
     "nano-quality": "nano_quality",
     "prefix-lookup": "prefix_lookup",
