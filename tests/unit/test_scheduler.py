@@ -156,6 +156,28 @@ def test_memory_pressure_preempts_the_youngest_and_everything_ends() -> None:
     assert all(end.usage.completion_tokens == 40 for end in ends.values())
 
 
+@pytest.mark.parametrize("step_cost", [16, 4096])
+def test_equal_prompts_that_arrive_together_are_computed_once(step_cost: int) -> None:
+    fake = scripted(step_cost=step_cost)
+    prompt = [(3 * i) % 250 + 4 for i in range(120)]
+    for _ in range(4):
+        fake.engine.add(ask(prompt, 2))
+    ends = [event for event in drain(fake) if isinstance(event, FinishedEvent)]
+    assert [end.usage.cached_tokens for end in ends] == [0, 120, 120, 120]
+    assert fake.rows <= 120 + 3 * 8 + 4
+
+
+def test_who_waited_for_a_prompt_that_was_cancelled_computes_it_itself() -> None:
+    fake = scripted(step_cost=16)
+    prompt = [(3 * i) % 250 + 4 for i in range(120)]
+    first, second = fake.engine.add(ask(prompt, 2)), fake.engine.add(ask(prompt, 2))
+    fake.engine.step()
+    fake.engine.abort(first)
+    ends = {event.id: event for event in drain(fake) if isinstance(event, FinishedEvent)}
+    assert ends[second].reason == "length"
+    assert ends[second].usage.cached_tokens == 16
+
+
 def test_deadlines_end_waiting_and_running_requests() -> None:
     now = [0.0]
     fake = Scripted(EngineConfig(pages=100, page_tokens=4, max_running=1, speculation="off"), clock=lambda: now[0])

@@ -265,7 +265,8 @@ class Engine:
                     self._end(piece.job, "error", error=error, keep=False)
             else:
                 events = self._commit(pieces, result)
-                self._measure(pieces, time.perf_counter() - began)
+                made = sum(len(event.tokens) for event in events if isinstance(event, TokenEvent))
+                self._measure(pieces, made, time.perf_counter() - began)
                 self._draft([piece.job for piece in pieces])
         events, self._ended = [*events, *self._ended], []
         return events
@@ -405,11 +406,11 @@ class Engine:
         self.metrics.accepted_tokens += accepted
         self.policy.saw_acceptance(job.survival[:drafts], accepted)
 
-    def _measure(self, pieces: Sequence[Piece], seconds: float) -> None:
+    def _measure(self, pieces: Sequence[Piece], tokens: int, seconds: float) -> None:
         self.metrics.steps += 1
         self.metrics.step_seconds += seconds
         if all(piece.decode_from == piece.start == piece.publish_from for piece in pieces):
-            self.policy.saw_step(sum(piece.stop - piece.start for piece in pieces), seconds)
+            self.policy.saw_step(len(pieces), sum(piece.stop - piece.start for piece in pieces), tokens, seconds)
 
     def _draft(self, jobs: Sequence[Job]) -> None:
         """Propose tokens behind the newest one of each job that decodes and may use them."""

@@ -65,6 +65,7 @@ class Pages:
         self.pool = PagePool(pages)
         self.index = PrefixIndex(self.pool, page_tokens, () if tiers is None else tiers.lookups)
         self._roots: dict[bytes, bytes] = {}
+        self._coming: dict[bytes, int] = {}
 
     @property
     def total(self) -> int:
@@ -156,6 +157,29 @@ class Pages:
             exact = exact and entry.provenance == EXACT
         return exact
 
+    def awaits(self, job: Job) -> bool:
+        """See `scheduler.PageBook.awaits`."""
+        assert job.chain is not None
+        if job.request.prompt_logprobs is not None or not self._coming:
+            return False
+        for digest in job.chain.digests:
+            keys = self._keys(digest, job.replay_length)
+            if not any(self.index.holds(key) for key in keys):
+                return any(key in self._coming for key in keys)
+        return False
+
+    def begin(self, job: Job) -> None:
+        """See `scheduler.PageBook.begin`."""
+        assert job.chain is not None
+        for digest in job.chain.digests[job.published :]:
+            self._coming.setdefault(page_key(digest, self._provenance(job)), job.id)
+
+    def _arrived(self, job: Job, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            key = page_key(digest, self._provenance(job))
+            if self._coming.get(key) == job.id:
+                del self._coming[key]
+
     def allocate(self, count: int) -> list[int]:
         """See `scheduler.PageBook.allocate`."""
         return self.pool.allocate(count)
@@ -178,6 +202,7 @@ class Pages:
                 # A page before was offered by another job and has been evicted since: offer all of them again.
                 holders = self.index.publish(job.chain, 0, job.pages[:full], provenance)[job.published :]
             self._offer(job, provenance, [page for page, holder in zip(fresh, holders, strict=False) if page == holder])
+            self._arrived(job, job.chain.digests[job.published : full])
             job.offered += fresh
             job.published = full
 
@@ -190,10 +215,13 @@ class Pages:
             digest, parent = job.chain.identity(job.pages.index(page))
             self.tiers.offer(Page(page_key(digest, provenance), self.content.read(page), self.page_tokens, provenance, parent))
 
-    def leave(self, job: Job) -> None:
-        """The job is about to give its pages up: offer the page that is not full too, for the tokens that it has."""
+    def leave(self, job: Job, *, keep: bool) -> None:
+        """The job is about to give its pages up: with `keep`, offer the page that is not full too, for the tokens it has."""
         assert job.chain is not None
+        self._arrived(job, job.chain.digests[job.published :])
         job.offered = []
+        if not keep:
+            return
         if not job.pages or job.computed != job.chain.tokens or not job.computed % self.page_tokens:
             return
         page = job.pages[job.computed // self.page_tokens]

@@ -62,8 +62,16 @@ class PageBook(Protocol):
         """End a job's hold on pages."""
         ...
 
-    def leave(self, job: Job) -> None:
-        """The job is about to give its pages up: what it has computed may be offered to others."""
+    def leave(self, job: Job, *, keep: bool) -> None:
+        """The job is about to give its pages up; with `keep`, all that it has computed may be offered to others."""
+        ...
+
+    def awaits(self, job: Job) -> bool:
+        """Whether the next page that the cache lacks for the job is being computed for another one right now."""
+        ...
+
+    def begin(self, job: Job) -> None:
+        """The job begins to compute the pages of its prompt behind its hit."""
         ...
 
 
@@ -282,8 +290,7 @@ class Scheduler:
 
     def _vacate(self, job: Job, *, keep: bool) -> None:
         assert job.slot is not None
-        if keep:
-            self.book.leave(job)
+        self.book.leave(job, keep=keep)
         self.pending.append(Closed(job.slot))
         self.slots.append(job.slot)
         self.book.release(job.pages)
@@ -319,7 +326,9 @@ class Scheduler:
         turn[:] = [job for job in turn if job.state is State.PREFILL]
         best = min(turn, key=self._rank, default=None)
         head = self.queue.head()
-        if head is not None and (best is None or self._rank(head) < self._rank(best)) and self._admit(step, head):
+        first = head is not None and (best is None or self._rank(head) < self._rank(best))
+        # A head whose pages are being computed for another is admitted some steps later and then hits them.
+        if first and head is not None and not self.book.awaits(head) and self._admit(step, head):
             return head
         if best is not None and best.state is State.PREFILL:
             turn.remove(best)
@@ -416,6 +425,7 @@ class Scheduler:
         job.admitted = self._order
         job.move(State.PREFILL)
         self.running[job.id] = job
+        self.book.begin(job)
         copy = None if hit.partial is None else (hit.partial, fresh[0])
         self.pending.append(Opened(job.slot, job.pages[:], hit.tokens, copy, job))
         return True

@@ -1,29 +1,33 @@
 """How many drafts to verify: expected tokens against measured time, so that speculation is never slower than plain decode.
 
 Owns the cost table and the choice. Pure numbers: must not know models, requests or tensors. Report 2.4.3 (confidence head);
-the greedy choice over all requests' survival is our own.
+the greedy choice over all requests' survival and the trials are our own.
 
-A step over n rows takes t(n) seconds (measured, interpolated), proposing for r requests d(r). A draft at depth j of a request
-survives with s_j = product of its confidences up to j, corrected by what was seen to be accepted. Verifying the k likeliest
-drafts of r requests yields r + sum of their survivals tokens for t(r + k) seconds; k maximises the quotient. Drafting itself is
-worth it while the best quotient, d(r) included, beats r / t(r); when it is not, plain decode runs and drafts are tried again
-now and then, since texts change.
+A step over n rows takes t(n) seconds, measured and interpolated. A draft survives with the product of its and its predecessors'
+confidences, each corrected by what was seen to be accepted. Verifying the k likeliest drafts of r requests yields r + sum of
+their survivals tokens for t(r + k) seconds; k grows while that quotient does. Whether to draft at all is not left to a model:
+the tokens a second of whole cycles (drafting and verifying) are compared with r / t(r), by batch size. Where they fall short,
+plain decode runs, and short trials follow at growing distances, since texts change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-PROBE_EVERY = 48
-"""Plain steps between two trials while drafting does not pay (a trial costs at most about one step more)."""
-PLAIN_EVERY = 64
-"""Speculated steps between two plain ones, which keep t(r) measured."""
+FIRST_PAUSE, LONGEST_PAUSE = 48, 768
+"""Plain steps before the first trial after speculation fell short, doubled after each trial that fails, up to the longest."""
+TRIAL, HOPELESS = 6, 0.85
+"""Cycles of a trial, and the gain below which half of them are enough."""
+PLAIN_EVERY = 128
+"""Cycles between two plain steps, which keep t(r) measured."""
 BLEND = 0.2
+SLOW_BLEND = 1 / 24
 MARGIN = 1.02
-"""Drafting must promise this much more than plain decode: measured times scatter."""
+"""Cycles must be this much faster than plain decode: measured times scatter."""
 
 
 class VerifyPolicy(Protocol):
@@ -37,8 +41,8 @@ class VerifyPolicy(Protocol):
         """Drafts to verify of each request, given its drafts' survival."""
         ...
 
-    def saw_step(self, rows: int, seconds: float) -> None:
-        """A step of decode and verify rows only took this long."""
+    def saw_step(self, requests: int, rows: int, tokens: int, seconds: float) -> None:
+        """A step of decode and verify rows only took this long and gave so many tokens."""
         ...
 
     def saw_drafting(self, requests: int, seconds: float) -> None:
@@ -64,7 +68,7 @@ class FixedPolicy:
         """See `VerifyPolicy`."""
         return [min(self.drafts, len(depths)) for depths in survival]
 
-    def saw_step(self, rows: int, seconds: float) -> None:
+    def saw_step(self, requests: int, rows: int, tokens: int, seconds: float) -> None:
         """Nothing to learn."""
 
     def saw_drafting(self, requests: int, seconds: float) -> None:
@@ -109,91 +113,115 @@ class CostTable:
         return float(self.seconds[high] + slope * (size - high))
 
 
+@dataclass
+class _Record:
+    """What speculation has been worth at one batch size: its speed over plain decode's, and where the trials stand."""
+
+    gain: float = 1.0
+    cycles: int = 0
+    on: bool = True
+    pause: int = FIRST_PAUSE
+    waited: int = 0
+    since_plain: int = 0
+
+    def cycle(self, gain: float) -> None:
+        """A cycle was this much faster than plain decode; decide when the trial, or enough cycles, are over."""
+        self.cycles += 1
+        self.gain += max(SLOW_BLEND, 1 / self.cycles) * (gain - self.gain)
+        if self.gain >= (MARGIN if self.cycles >= TRIAL else HOPELESS if self.cycles >= TRIAL // 2 else 0.0):
+            if self.cycles >= 4 * TRIAL:
+                self.pause = FIRST_PAUSE
+            return
+        self.on, self.waited = False, 0
+        self.pause = min(LONGEST_PAUSE, 2 * self.pause)
+
+    def wait(self) -> bool:
+        """One more plain step; whether a trial begins."""
+        self.waited += 1
+        if self.waited <= self.pause // 2:
+            return False
+        self.on, self.cycles, self.gain = True, 0, 1.0
+        return True
+
+
 class AdaptivePolicy:
     """The policy of the module's docstring. `most`: drafts of a request at most; `requests`: requests at most."""
 
     def __init__(self, most: int, requests: int) -> None:
         self.most = most
-        self.steps, self.drafting = CostTable(requests * (1 + most)), CostTable(requests)
-        self.trust = 1.0
-        self.profile = np.linspace(0.8, 0.8**most, most) if most else np.zeros(0)
-        self.since_probe, self.since_plain = 0, 0
-        self.off_steps = 0
+        self.steps = CostTable(requests * (1 + most))
+        self.seen = np.full(most, 0.7)
+        self.claimed = np.full(most, 0.7)
+        self.records: dict[int, _Record] = {}
+        self._drafted: tuple[int, float] | None = None
+
+    def _record(self, requests: int) -> _Record:
+        return self.records.setdefault(requests.bit_length(), _Record())
 
     def wants_drafts(self, requests: int) -> bool:
-        """Plain first until its time is known; then whatever promises more tokens a second, with trials in between."""
-        if not self.most or not requests:
+        """Plain first until its time is known; then whatever has been faster at this batch size, with trials in between."""
+        if not self.most or not requests or self.steps.at(requests) is None:
             return False
-        plain, drafting = self.steps.at(requests), self.drafting.at(requests)
-        if plain is None or self.steps.seen[min(requests, len(self.steps.seen) - 1)] < 2:
+        record = self._record(requests)
+        record.since_plain += 1
+        if record.since_plain > PLAIN_EVERY:
+            record.since_plain = 0
             return False
-        self.since_plain += 1
-        if self.since_plain > PLAIN_EVERY:
-            self.since_plain = 0
-            return False
-        if drafting is None or self._best(requests, plain, drafting) > MARGIN * requests / plain:
-            self.since_probe = 0
-            return True
-        self.off_steps += 1
-        self.since_probe += 1
-        if self.since_probe > PROBE_EVERY:
-            self.since_probe = 0
-            return True
-        return False
-
-    def _best(self, requests: int, plain: float, drafting: float) -> float:
-        best, tokens, rows = 0.0, float(requests), requests
-        for survival in self.profile:
-            tokens += requests * float(survival)
-            rows += requests
-            seconds = self.steps.at(rows)
-            best = max(best, tokens / ((plain if seconds is None else seconds) + drafting))
-        return best
+        return record.on or record.wait()
 
     def lengths(self, survival: Sequence[Sequence[float]]) -> list[int]:
         """Drafts in order of survival while the expected tokens a second grow. Survival falls with depth, so prefixes result."""
         lengths, requests = [0] * len(survival), len(survival)
-        entries = sorted(
-            (
-                (self.trust ** (depth + 1) * value, depth, row)
-                for row, line in enumerate(survival)
-                for depth, value in enumerate(line)
-            ),
-            key=lambda entry: (-entry[0], entry[1], entry[2]),
-        )
-        if not entries:
-            return lengths
-        if self.steps.at(requests) is None:
-            return [min(self.most, len(line)) for line in survival]
+        entries = [
+            (value, depth, row)
+            for row, line in enumerate(survival)
+            for depth, value in enumerate(self._corrected(line[: self.most]))
+        ]
+        entries.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         # Stops at the first draft that does not pay: its place then depends on drafts before it only, as rejection needs.
-        tokens, rows, best, best_count = float(requests), requests, 0.0, 0
+        tokens, best = float(requests), 0.0
         for count in range(len(entries) + 1):
             if count:
                 tokens += entries[count - 1][0]
-                rows += 1
-            seconds = self.steps.at(rows)
-            assert seconds is not None
-            if tokens / max(seconds, 1e-9) <= best:
+            seconds = self.steps.at(requests + count)
+            if seconds is not None and tokens / max(seconds, 1e-9) <= best:
                 break
-            best, best_count = tokens / max(seconds, 1e-9), count
-        for _, depth, row in entries[:best_count]:
-            lengths[row] = max(lengths[row], depth + 1)
-        return [min(self.most, length) for length in lengths]
+            best = 0.0 if seconds is None else tokens / max(seconds, 1e-9)
+            if count:
+                lengths[entries[count - 1][2]] = entries[count - 1][1] + 1
+        if entries and not any(lengths) and self._record(requests).cycles < TRIAL:
+            # A trial must see a draft judged, or a wrong correction could never be put right.
+            lengths[entries[0][2]] = 1
+        return lengths
 
-    def saw_step(self, rows: int, seconds: float) -> None:
+    def _corrected(self, survival: Sequence[float]) -> list[float]:
+        """Survival with every confidence scaled by what its depth has been worth."""
+        corrected, before, product = [], 1.0, 1.0
+        for depth, value in enumerate(survival):
+            own = value / before if before > 0 else 0.0
+            product *= min(0.98, own * float(self.seen[depth] / max(self.claimed[depth], 1e-6)))
+            before = value
+            corrected.append(product)
+        return corrected
+
+    def saw_step(self, requests: int, rows: int, tokens: int, seconds: float) -> None:
         """See `VerifyPolicy`."""
         self.steps.add(rows, seconds)
+        plain = self.steps.at(requests)
+        if self._drafted is not None and self._drafted[0] == requests and plain is not None:
+            gain = (tokens / requests) * plain / (seconds + self._drafted[1])
+            self._record(requests).cycle(gain)
+        self._drafted = None
 
     def saw_drafting(self, requests: int, seconds: float) -> None:
         """See `VerifyPolicy`."""
-        self.drafting.add(requests, seconds)
+        self._drafted = (requests, seconds)
 
     def saw_acceptance(self, survival: Sequence[float], accepted: int) -> None:
-        """Correct the trust in confidences and the profile by depth."""
-        if not survival:
-            return
-        expected = sum(self.trust ** (depth + 1) * value for depth, value in enumerate(survival))
-        # Moves up when more is accepted than expected, down when less; bounded so that one text cannot fix it.
-        self.trust = float(np.clip(self.trust * (1 + 0.05 * np.sign(accepted - expected)), 0.05, 1.25))
-        for depth in range(min(len(survival), self.most)):
-            self.profile[depth] += BLEND / 4 * (float(depth < accepted) - self.profile[depth])
+        """Compare each judged draft with its confidence; drafts behind the first rejected one say nothing."""
+        before = 1.0
+        for depth, value in enumerate(survival[: min(accepted + 1, self.most)]):
+            own = value / before if before > 0 else 0.0
+            before = value
+            self.seen[depth] += BLEND / 4 * (float(depth < accepted) - self.seen[depth])
+            self.claimed[depth] += BLEND / 4 * (own - self.claimed[depth])

@@ -1,0 +1,93 @@
+"""The choice of verify lengths: in a simulated machine speculation pays where it can and never costs more than a trial."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvist.engine.speculation import AdaptivePolicy, CostTable, FixedPolicy
+
+
+class Machine:
+    """A step over n rows takes `base` + n x `row` seconds, drafting for r requests `draft` + r x `each`."""
+
+    def __init__(self, base: float, row: float, draft: float, each: float, accept: float, claims: float, seed: int = 0) -> None:
+        self.base, self.row, self.draft, self.each = base, row, draft, each
+        self.accept, self.claims, self.rng = accept, claims, random.Random(seed)
+
+    def run(self, policy: AdaptivePolicy | FixedPolicy, requests: int, tokens: int) -> float:
+        """Seconds to decode this many tokens. A draft is accepted with `accept`; the confidence head claims `claims`."""
+        seconds, made = 0.0, 0
+        drafts: list[list[float]] = [[] for _ in range(requests)]
+        while made < tokens:
+            lengths = policy.lengths([line for line in drafts if line]) if any(drafts) else []
+            lengths = lengths or [0] * requests
+            rows = requests + sum(lengths)
+            step = (self.base + rows * self.row) * self.rng.uniform(0.95, 1.1)
+            seconds += step
+            before = made
+            for line, length in zip(drafts, lengths, strict=True):
+                accepted = 0
+                while accepted < length and self.rng.random() < self.accept:
+                    accepted += 1
+                if length:
+                    policy.saw_acceptance(line[:length], accepted)
+                made += 1 + accepted
+            policy.saw_step(requests, rows, made - before, step)
+            drafts = [[] for _ in range(requests)]
+            if policy.wants_drafts(requests):
+                cost = (self.draft + requests * self.each) * self.rng.uniform(0.95, 1.1)
+                policy.saw_drafting(requests, cost)
+                seconds += cost
+                drafts = [[self.claims ** (depth + 1) for depth in range(5)] for _ in range(requests)]
+        return seconds
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16])
+@pytest.mark.parametrize("accept", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("claims", [0.3, 0.9])
+@pytest.mark.parametrize(("base", "row"), [(10e-3, 0.1e-3), (1e-3, 2e-3)])
+def test_never_slower_than_plain_decode(requests: int, accept: float, claims: float, base: float, row: float) -> None:
+    """Whatever is accepted or claimed, whether rows are cheap or dear: over 2,000 steps at most 4% above plain decode."""
+    machine = Machine(base, row, 0.3 * (base + row), 0.05 * row, accept, claims)
+    plain = machine.run(FixedPolicy(0), requests, 2000 * requests)
+    adaptive = machine.run(AdaptivePolicy(5, 16), requests, 2000 * requests)
+    assert adaptive <= 1.04 * plain, f"{adaptive / plain:.3f} of plain"
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_it_pays_where_drafts_are_good_and_rows_cheap(requests: int) -> None:
+    machine = Machine(10e-3, 0.1e-3, 2e-3, 0.1e-3, 0.8, 0.8)
+    plain = machine.run(FixedPolicy(0), requests, 4000)
+    best = min(machine.run(FixedPolicy(k), requests, 4000) for k in range(1, 6))
+    adaptive = machine.run(AdaptivePolicy(5, 16), requests, 4000)
+    assert best < 0.5 * plain
+    assert adaptive < 1.15 * best
+
+
+def test_lengths_follow_confidence_and_are_prefixes() -> None:
+    policy = AdaptivePolicy(5, 4)
+    for rows in (2, 4, 8, 12):
+        for _ in range(4):
+            policy.saw_step(2, rows, 2, 1e-3 + rows * 0.4e-3)
+    sure, unsure = [0.99, 0.98, 0.97, 0.96, 0.95], [0.2, 0.05, 0.01, 0.001, 0.0]
+    lengths = policy.lengths([sure, unsure])
+    assert lengths[0] == 5
+    assert lengths[1] == 0
+    assert policy.lengths([[], []]) == [0, 0]
+
+
+def test_the_cost_table_forgets_the_first_measurement_and_outliers() -> None:
+    table = CostTable(20)
+    assert table.at(5) is None
+    table.add(4, 9.0)
+    assert table.at(4) is None, "the first pays for caches"
+    for _ in range(50):
+        table.add(4, 1.0)
+        table.add(8, 2.0)
+    table.add(8, 100.0)
+    assert table.at(4) == pytest.approx(1.0)
+    assert table.at(6) == pytest.approx((1.0 + table.at(8)) / 2)  # type: ignore[operator]
+    assert table.at(8) < 2.5  # type: ignore[operator]
+    assert table.at(12) > table.at(8)  # type: ignore[operator]
