@@ -10,7 +10,9 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,7 +28,8 @@ HEAD_BYTES: Final = 4096
 HEAD: Final = struct.Struct("<8sIIIII16s16s4x")
 _COPIES: Final = (0, HEAD_BYTES // 2)
 BLOCK: Final = 4096
-_STAGE_BYTES: Final = 8 << 20
+_GROUP: Final = 8
+_STAGE_BYTES: Final = 2 << 20
 
 
 class Geometry(NamedTuple):
@@ -124,7 +127,8 @@ class PageFile:
     def __init__(self, path: Path, geometry: Geometry, fd: int, files: FileSystem) -> None:
         self.path, self.geometry, self._fd, self._files = path, geometry, fd, files
         self._direct: int | None = None
-        self._stage: mmap.mmap | None = None
+        self._stages: list[mmap.mmap] = []
+        self._writer: ThreadPoolExecutor | None = None
         # Twice the usual read-ahead, so that the disk works while a page is proved; single random reads are as before.
         files.advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -187,25 +191,57 @@ class PageFile:
         """The first 128 bytes of a slot."""
         return self._files.read(self._fd, HEADER_BYTES, self._offset(slot))
 
-    def will_need(self, slot: int) -> None:
-        """Start reading a slot in the background."""
-        self._files.advise(self._fd, self._offset(slot), self.geometry.slot_bytes, os.POSIX_FADV_WILLNEED)
+    def read_ahead(self, slots: Sequence[int]) -> Iterator[bytes | OSError]:
+        """`read` for slots in order, an error in place of what it stopped; a thread reads while its last pages are used."""
+        groups = [slots[at : at + _GROUP] for at in range(0, len(slots), _GROUP)]
+        with ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead") as reader:
+            ahead = [reader.submit(self._read_group, group) for group in groups[:1]]
+            for following in [*groups[1:], None]:
+                if following is not None:
+                    ahead.append(reader.submit(self._read_group, following))
+                yield from ahead.pop(0).result()
 
-    def write(self, slot: int, records: Sequence[tuple[Buffer, Buffer]]) -> None:
-        """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`. One thread at a time."""
-        size = self.geometry.slot_bytes
+    def _read_group(self, slots: Sequence[int]) -> list[bytes | OSError]:
+        found: list[bytes | OSError] = []
+        for slot in slots:
+            try:
+                found.append(self.read(slot))
+            except OSError as error:
+                found.append(error)
+        return found
+
+    def write(self, slot: int, records: Iterable[tuple[Buffer, Buffer]]) -> None:
+        """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`. One thread at a time.
+
+        Two buffers take turns: while one is written, the next records are made (summed) and copied.
+        """
+        size, records = self.geometry.slot_bytes, iter(records)
         batch = max(_STAGE_BYTES // size, 1)
-        if self._stage is None:
-            self._stage = mmap.mmap(-1, batch * size)  # starts at a block, as O_DIRECT wants
+        if self._writer is None:
+            self._stages = [mmap.mmap(-1, batch * size) for _ in range(2)]  # start at a block, as O_DIRECT wants
             self._direct = self._open_direct()
-        with memoryview(self._stage) as stage:
-            for at in range(0, len(records), batch):
-                part = records[at : at + batch]
-                for number, (header, payload) in enumerate(part):
-                    place = stage[number * size : (number + 1) * size]
-                    place[:HEADER_BYTES] = header
-                    place[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-                self._write_staged(stage[: len(part) * size], self._offset(slot + at))
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvist-page-file")
+        under_way: Future[None] | None = None
+        try:
+            for turn in count():
+                staged = self._fill(memoryview(self._stages[turn % 2]), islice(records, batch))
+                if under_way is not None:
+                    under_way.result()
+                if not staged:
+                    return
+                under_way = self._writer.submit(self._write_staged, staged, self._offset(slot))
+                slot += staged.nbytes // size
+        finally:
+            if under_way is not None:
+                wait([under_way])
+
+    def _fill(self, stage: memoryview, records: Iterable[tuple[Buffer, Buffer]]) -> memoryview:
+        size, end = self.geometry.slot_bytes, 0
+        for header, payload in records:
+            stage[end : end + HEADER_BYTES] = header
+            stage[end + HEADER_BYTES : end + HEADER_BYTES + len(payload)] = payload
+            end += size
+        return stage[:end]
 
     def sync(self) -> None:
         """Wait until written pages are on the disk."""
@@ -217,10 +253,12 @@ class PageFile:
 
     def close(self) -> None:
         """Close; the object is of no use afterwards."""
-        self._files.close(self._fd)
+        if self._writer is not None:
+            self._writer.shutdown()
         if self._direct is not None:
             self._files.close(self._direct)
             self._direct = None
+        self._files.close(self._fd)
 
     def _offset(self, slot: int) -> int:
         return HEAD_BYTES + slot * self.geometry.slot_bytes

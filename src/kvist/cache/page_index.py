@@ -26,7 +26,7 @@ FILE_NAME: Final = "index.sqlite"
 INDEX_VERSION: Final = 1
 BYTES_A_PAGE: Final = 160
 """What the index is counted with against a byte budget (measured: about 110 to 150 bytes a page)."""
-MOST_KEYS: Final = 64
+_MOST_KEYS: Final = 64
 _APPLICATION: Final = 0x4B564953
 _SCHEMA: Final = """
 CREATE TABLE pages (key BLOB PRIMARY KEY, slot INTEGER NOT NULL, sequence INTEGER NOT NULL, clock INTEGER NOT NULL) WITHOUT ROWID;
@@ -108,8 +108,8 @@ class PageIndex:
     def find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         """The entries of those keys that are there; about 3 us a key."""
         found: dict[bytes, Entry] = {}
-        for at in range(0, len(keys), MOST_KEYS):
-            part = keys[at : at + MOST_KEYS]
+        for at in range(0, len(keys), _MOST_KEYS):
+            part = keys[at : at + _MOST_KEYS]
             query = f"SELECT key, slot, sequence, clock FROM pages WHERE key IN ({','.join('?' * len(part))})"
             with self._read_lock:
                 rows = self._reader.execute(query, part).fetchall()

@@ -24,12 +24,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile, runs_of
-from kvist.cache.page_index import MOST_KEYS, DamagedIndex, Entry, is_damage, is_full
+from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
 from kvist.cache.record import KEY_BYTES, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
 from kvist.cache.store_directory import (
@@ -49,6 +48,7 @@ NEGATIVE_S: Final = 60.0
 FULL_S: Final = 60.0
 """How long a store whose disk was full replaces its own pages before it tries to grow again."""
 _BATCH_BYTES: Final = 8 << 20
+_READ_PAGES: Final = 512
 _MOST_REMEMBERED: Final = 65_536
 _FOREVER: Final = float("inf")
 
@@ -131,25 +131,25 @@ class PageStore:
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
         """`get` for keys in order, at the speed of the disk: pages of one prefix mostly lie one after another."""
-        for at in range(0, len(keys), MOST_KEYS):
-            part = keys[at : at + MOST_KEYS]
+        for at in range(0, len(keys), _READ_PAGES):
+            part = keys[at : at + _READ_PAGES]
             entries = self._find_many(part)
-            slots = [entries[key].slot for key in part if key in entries]
-            for before, slot in pairwise(slots):
-                if slot != before + 1:  # the kernel reads ahead by itself, except over a gap
-                    with suppress(OSError):  # advice only: the read itself reports
-                        self._file.will_need(slot)
-            yield from (self._get(key, entries.get(key)) for key in part)
+            raw = self._file.read_ahead([entries[key].slot for key in part if key in entries])
+            for key in part:
+                entry = entries.get(key)
+                yield self._get(key, entry, None if entry is None else next(raw))
 
-    def prove(self, entry: Entry) -> Stored | str:
-        """Read an indexed page and prove it; a damaged one is counted and dropped by this.
+    def prove(self, entry: Entry, raw: bytes | OSError | None = None) -> Stored | str:
+        """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.
 
         A text says why there is none: a reason of `CorruptPage`, "read error", or "superseded" (the slot was given to another
         page meanwhile).
         """
         geometry = self.geometry
         try:
-            raw = self._file.read(entry.slot)
+            raw = self._file.read(entry.slot) if raw is None else raw
+            if isinstance(raw, OSError):
+                raise raw
             return check(raw, model=geometry.model, key=entry.key, sequence=entry.sequence, payload_bytes=geometry.page_bytes)
         except OSError as error:
             self._count("read_errors")
@@ -285,21 +285,21 @@ class PageStore:
                 os.close(self._lock)
                 self._lock = None
 
-    def _get(self, key: bytes, entry: Entry | None) -> memoryview | None:
+    def _get(self, key: bytes, entry: Entry | None, raw: bytes | OSError | None = None) -> memoryview | None:
         for _ in range(2):
             if entry is None:
                 break
             if self._is_negative(entry):
                 self._count("negative_hits")
                 return None
-            found = self.prove(entry)
+            found = self.prove(entry, raw)
             if not isinstance(found, str):
                 self._count("hits")
                 self._want(entry)
                 return found.payload
             if found != "superseded":
                 return None
-            entry = self._find(key)
+            entry, raw = self._find(key), None
         self._count("misses")
         return None
 
@@ -341,14 +341,13 @@ class PageStore:
         _, _, clock = self._index.state()
         # The first page of a chain is the most recent: eviction takes a chain from its end.
         sequences = [clock + len(pages) - at for at in range(len(pages))]
-        records = [
-            (pack_header(page, self.geometry.model, sequence), memoryview(page.payload).cast("B"))
-            for page, sequence in zip(pages, sequences, strict=True)
-        ]
         written = 0
         try:
             for first, last in runs_of(slots):
-                self._file.write(slots[first], records[first:last])
+                numbered = zip(pages[first:last], sequences[first:last], strict=True)
+                model = self.geometry.model
+                records = ((pack_header(page, model, number), memoryview(page.payload).cast("B")) for page, number in numbered)
+                self._file.write(slots[first], records)
                 written = last
         except OSError as error:
             if not is_no_room(error):
