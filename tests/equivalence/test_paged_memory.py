@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
 from kvist.config import ConfigError, replace
+from kvist.engine.budget import slot_bytes
 from kvist.engine.session import Sequence, Session
 from kvist.model.initialise import random_model
 from kvist.model.memory import DenseMemory, Slot
@@ -349,6 +350,13 @@ def test_bytes_a_token_are_those_of_the_plan(name: str, expected: int | None) ->
     assert PageLayout.of(config).bytes_per_token == planned
     if expected is not None:
         assert memory.bytes_PB.nbytes == expected * tokens_held
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_a_slot_are_those_of_the_memory_plan(name: str, dtype: torch.dtype) -> None:
+    memory = PagedMemory(preset(name), Numerics(impl="cpu", dtype=dtype), pages=1, slots=3, verify_rows=4)
+    assert memory.slot_bytes == slot_bytes(preset(name), 4, dtype.itemsize)
 
 
 def test_nothing_grows() -> None:

@@ -76,9 +76,8 @@ class PagedMemory:
         self.slots, self.verify_rows, self.device = slots, verify_rows, torch.device(device)
         self.rows = PageRows(self.layout, pages, slots, config.max_seq_len, self.device)
         layers = len(self.plan.layers) + len(self.plan.drafts)
-        self.native = numerics.query_impl == "cpu" and self.device.type == "cpu" and native_or_none() is not None
-        kept_as = torch.float32 if self.native else numerics.dtype
-        self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, kept_as, self.device)
+        self.native = self._takes_native()
+        self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, numerics.dtype, self.device)
         self.tails = {
             spec.index: TailRings(slots, spec.ratio, verify_rows, config.head_dim, self.device)
             for spec in self.plan.kv_sources
@@ -138,7 +137,7 @@ class PagedMemory:
     def window(self, layer: int, slot: int, position: int) -> Tensor:
         """The window entries [T,C] before `position`, oldest first: at most `window`, fewer after a prefix hit."""
         first = self.rings.first(layer, slot, position)
-        return self.rings.read(layer, slot, first, position).to(self.numerics.dtype)
+        return self.rings.read(layer, slot, first, position)
 
     def group(self, source: int, rows: BatchRows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
         """Join new tokens with each request's unfinished group; replayed rows only refresh the unfinished tokens."""
@@ -177,7 +176,7 @@ class PagedMemory:
             "block_size": config.candidate_block_size,
             "publish_blocks": config.candidate_topk_blocks if publish else 0,
         }
-        if self.native and q_NJI.dtype is torch.float32:
+        if self.native:
             return select_pages(self._sources[source], self._place(rows).table_S5, q_NJI, weight_NJ, pool_NB=pool_NB, **sizes)
         parts = []
         for span in self._place(rows).spans:
@@ -277,6 +276,11 @@ class PagedMemory:
                     self.rows.require(span.slot, span.stop)
             self._placement = place
         return place
+
+    def _takes_native(self) -> bool:
+        """Whether native code serves whole batches: float32 on the CPU (bfloat16 rounds where the reference does)."""
+        wanted = self.numerics.query_impl == "cpu" and self.numerics.dtype is torch.float32 and self.device.type == "cpu"
+        return wanted and native_or_none() is not None
 
     def _check_open(self, slot: int) -> None:
         if slot not in self.opened:

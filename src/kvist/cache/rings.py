@@ -29,8 +29,8 @@ class WindowRings:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rings."""
-        return self.values.nbytes + self.state.nbytes
+        """Bytes of all rings' entries."""
+        return self.values.nbytes
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's values and state."""

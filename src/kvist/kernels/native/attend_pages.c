@@ -16,7 +16,7 @@ typedef struct {
     const int64_t *topk, *firsts;
     float *out;
     int64_t heads, selected, tile, most_keys;
-    int block, round_weights;
+    int block;
 } attend_job;
 
 /* Row ids of a tile that are decoded already: open addressing; a cell counts only under the current stamp. */
@@ -81,7 +81,7 @@ static void attend_range(void *context, int64_t first, int64_t stop)
                 if (place == rows) read_main_row(job->source, part->slot, id, decoded + rows++ * c);
                 keys[n++] = decoded + place * c;
             }
-            attend_keys(job->q + row * size, keys, n, job->heads, c, job->sink, job->round_weights, job->out + row * size, scratch);
+            attend_keys(job->q + row * size, keys, n, job->heads, c, job->sink, 0, job->out + row * size, scratch);
         }
     }
     free(map.id), free(map.stamp), free(map.place);
@@ -120,7 +120,7 @@ void kvist_rings_write(const window_ring *ring, const segment *segments, int64_t
  * `block`: every query sees its whole segment, nothing is kept. `source` may be NULL (window only). */
 int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, const segment *segments, int64_t count,
                            const float *q, const float *window, const int64_t *topk, int64_t selected, const float *sink,
-                           float *out, int64_t heads, int block, int round_weights, int threads)
+                           float *out, int64_t heads, int block, int threads)
 {
     int64_t *firsts = malloc((size_t)(count + 1) * 8), longest = 0, failed = 0, tiles;
     for (int64_t s = 0; s < count; s++) {
@@ -135,7 +135,7 @@ int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, c
         tile = tile < 1 ? 1 : tile;
         query_tile *list = tile_segments(segments, count, tile, &tiles);
         int64_t most = ring->window + k + (block ? longest : 0);
-        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, block, round_weights};
+        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, block};
         parallel_ranges(attend_range, &job, tiles, tiles < 2 ? 1 : threads);
         free(list);
         if (!block) kvist_rings_write(ring, segments, count, window);

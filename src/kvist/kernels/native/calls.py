@@ -40,7 +40,7 @@ _SIGNATURES = {
     "kvist_attend": "ppppppp" + "nnnnnii",
     "kvist_select": "ppppppp" + "nnnnnnnni",
     "kvist_pages_write": "pppppni",
-    "kvist_pages_attend": "pppnpppnppniii",
+    "kvist_pages_attend": "pppnpppnppnii",
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
     "kvist_uniform": "nnnnp",

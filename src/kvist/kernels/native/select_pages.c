@@ -13,7 +13,7 @@
 #define INTEGER_DOTS 1
 #endif
 
-enum { QUERY_TILE = 8, MOST_WIDTH = 256, MOST_GROUPS = MOST_WIDTH / 32, MOST_WORDS = MOST_WIDTH / 8 };
+enum { QUERY_TILE = 8, TILE_SCORES = 1 << 20, MOST_WIDTH = 256, MOST_GROUPS = MOST_WIDTH / 32, MOST_WORDS = MOST_WIDTH / 8 };
 
 typedef struct {
     const page_source *source;
@@ -23,7 +23,7 @@ typedef struct {
     const int64_t *pool;
     int64_t *topk, *blocks;
     index_shape shape;
-    int64_t k, block_size, pool_blocks, published, most_rows;
+    int64_t k, block_size, pool_blocks, published, most_rows, tile;
 } select_job;
 
 /* Queries of a tile on the integer grid: twice the value in int8, words of 4 even and 4 odd channels of 8, an exponent a group. */
@@ -327,9 +327,9 @@ static void *grab(char **at, int64_t bytes)
 static void select_range(void *context, int64_t first, int64_t stop)
 {
     const select_job *job = context;
-    int64_t width = job->shape.width, pairs = QUERY_TILE * job->shape.heads, pooled = job->pool_blocks * job->block_size;
+    int64_t width = job->shape.width, pairs = job->tile * job->shape.heads, pooled = job->pool_blocks * job->block_size;
     int64_t most = keeper_room(job->k > job->published ? job->k : job->published);
-    int64_t scores = QUERY_TILE * ((job->most_rows + LANES - 1) / LANES * LANES);
+    int64_t scores = job->tile * ((job->most_rows + LANES - 1) / LANES * LANES);
     scores = scores > pooled + LANES ? scores : pooled + LANES;
     int64_t bytes = 4 * (scores + 2 * LANES * width + 2 * most) + 8 * (pooled + LANES + most) + 64 * pairs + 2 * LANES * width
                     + 4 * pairs * (width / 4 + width / 16) + 64 * 16;
@@ -353,14 +353,16 @@ void kvist_pages_select(const page_source *source, const segment *segments, int6
                         int64_t pool_blocks, int64_t published, int threads)
 {
     int64_t tiles, most = 0;
-    query_tile *list = tile_segments(segments, count, QUERY_TILE, &tiles);
     for (int64_t s = 0; s < count; s++) {
         int64_t rows = (segments[s].position + segments[s].length) / source->ratio;
         most = rows > most ? rows : most;
     }
+    int only_pool = pool && !published;
+    int64_t tile = only_pool || most <= TILE_SCORES / QUERY_TILE ? QUERY_TILE : most < TILE_SCORES ? TILE_SCORES / most : 1;
+    query_tile *list = tile_segments(segments, count, tile, &tiles);
     index_shape shape = {heads, source->key_width};
     select_job job = {source, segments, list, q, weight, pool, topk, blocks, shape, k, block_size, pool_blocks, published,
-                      pool && !published ? 0 : most};
+                      only_pool ? 0 : most, tile};
     parallel_ranges(select_range, &job, tiles, tiles < 2 ? 1 : threads);
     free(list);
 }

@@ -27,11 +27,11 @@ def attend_pages(
 ) -> Tensor:
     """Attend and, unless `block`, keep the new entries in the ring. `block`: every query sees its whole segment.
 
-    `source` None or `topk_NK` None: window only. Returns [N,H,C] in the dtype of q. AssertionError names a segment whose
+    `source` None or `topk_NK` None: window only. Returns float32 [N,H,C]. AssertionError names a segment whose
     ring has lost entries that it needs.
     """
     native = native_or_none()
-    assert native is not None, "callers use the generic path where there is no library"
+    assert native is not None and q_NHC.dtype is torch.float32, "callers use the generic path otherwise"
     refuse_gradients(q_NHC, window_NC)
     q, window, sink = f32(q_NHC), f32(window_NC), f32(sink_H)
     topk = None if source is None or topk_NK is None else i64(topk_NK)
@@ -49,7 +49,6 @@ def attend_pages(
         out.data_ptr(),
         q.shape[1],
         block,
-        q_NHC.dtype is torch.bfloat16,
         threads(),
     )
     if failed:
@@ -57,7 +56,7 @@ def attend_pages(
         raise AssertionError(
             f"slot {slot}, position {position}: the ring has lost window entries it needs; a pass took back too many rows"
         )
-    return out if q_NHC.dtype is torch.float32 else out.to(q_NHC.dtype)
+    return out
 
 
 def keep_window(ring: WindowRing, segments_S5: Tensor, window_NC: Tensor) -> None:
