@@ -36,6 +36,11 @@ def missing(store: PageStore) -> int:
     return lost
 
 
+def entries_of(store: PageStore, numbers) -> dict:
+    entries = store._index.find_many([key(n) for n in numbers])
+    return {n: entries[key(n)] for n in numbers}
+
+
 def refill(store: PageStore) -> None:
     """Lost pages are computed again: after that all of them are there, and stay."""
     assert store.put([page(n) for n in range(PAGES)]) == PAGES
@@ -115,7 +120,7 @@ def test_a_reader_only_remembers_what_is_damaged(original: Path, tmp_path: Path)
 def test_foreign_and_stale_records(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put([page(n) for n in range(PAGES)])
-    slots = {n: store._index.find(key(n)) for n in range(PAGES)}
+    slots = entries_of(store, range(PAGES))
     forged = {
         "model": (pack_header(page(0), b"another model 16", slots[0].sequence), payload(0)),
         "foreign": (bytes(HEADER_BYTES), bytes(PAGE_BYTES)),
@@ -134,7 +139,7 @@ def test_foreign_and_stale_records(tmp_path: Path) -> None:
 def test_two_pages_exchanged(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put([page(n) for n in range(PAGES)])
-    a, b = (store._index.find(key(n)) for n in (7, 8))
+    a, b = entries_of(store, (7, 8)).values()
     first, second = (bytes(store._file.read(entry.slot)) for entry in (a, b))
     store._file.write(a.slot, [(second[:HEADER_BYTES], second[HEADER_BYTES:])])
     store._file.write(b.slot, [(first[:HEADER_BYTES], first[HEADER_BYTES:])])
@@ -145,11 +150,30 @@ def test_two_pages_exchanged(tmp_path: Path) -> None:
 def test_two_entries_of_one_slot(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put([page(n) for n in range(PAGES)])
-    victim, owner = (store._index.find(key(n)) for n in (7, 8))
+    victim, owner = entries_of(store, (7, 8)).values()
     store._index._open().execute("UPDATE pages SET slot = ? WHERE key = ?", (owner.slot, victim.key))
     assert missing(store) == 1
     store.put([page(n) for n in range(100, 110)])
     assert store.get(key(8)) == payload(8), "the slot of a page that truly lives there is not given away"
+    refill(store)
+
+
+@pytest.mark.parametrize("older", ["index.sqlite", "pages.kv"])
+def test_power_failure_leaves_one_file_older(tmp_path: Path, older: str) -> None:
+    budget = 4096 + PAGES * (2048 + 160)
+    store = open_store(tmp_path / "store", budget_bytes=budget)
+    store.put([page(n) for n in range(1000, 1000 + PAGES)])
+    store.close()
+    before = (tmp_path / "store" / older).read_bytes()
+    store = open_store(tmp_path / "store", budget_bytes=budget)
+    store.put([page(n) for n in range(PAGES)])
+    store.close()
+    (tmp_path / "store" / older).write_bytes(before)
+    store = open_store(tmp_path / "store", budget_bytes=budget)
+    promised = {entry.key for entry in store.entries()}
+    assert promised == {key(n + 1000 * (older == "index.sqlite")) for n in range(PAGES)}
+    assert not any(store.get(wanted) for wanted in promised)
+    assert store.counters.corrupt == {"stale": PAGES}, "every slot holds an intact page, but not the promised one"
     refill(store)
 
 

@@ -99,12 +99,6 @@ class PageIndex:
             connection.close()
         return PageIndex(folder, store, read_only=False)
 
-    def find(self, key: bytes) -> Entry | None:
-        """The entry of a key."""
-        with self._read_lock:
-            row = self._reader.execute("SELECT key, slot, sequence, clock FROM pages WHERE key = ?", (key,)).fetchone()
-        return None if row is None else _entry(row)
-
     def find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         """The entries of those keys that are there; about 3 us a key."""
         found: dict[bytes, Entry] = {}

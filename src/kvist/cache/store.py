@@ -122,8 +122,11 @@ class PageStore:
 
     def contains(self, key: bytes) -> bool:
         """Whether a page is promised and did not fail before; only `get` proves it."""
-        entry = self._find(key)
-        return entry is not None and not self._is_negative(entry)
+        return bool(self.contains_many([key]))
+
+    def contains_many(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those keys for which `contains` is true; about 3 us a key."""
+        return {key for key, entry in self._find_many(keys).items() if not self._is_negative(entry)}
 
     def get(self, key: bytes) -> memoryview | None:
         """The proved bytes of a page, or None: absent, failed, damaged (then dropped and counted) or just replaced."""
@@ -194,10 +197,10 @@ class PageStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that pages are wanted, without reading them; in chain order."""
+        entries = self._find_many(keys)
         for key in reversed(keys):
-            entry = self._find(key)
-            if entry is not None:
-                self._want(entry)
+            if key in entries:
+                self._want(entries[key])
 
     def drop(self, key: bytes) -> bool:
         """Remove a page; False if there is none. Raises `ReadOnlyStore`, `sqlite3.Error`."""
@@ -432,13 +435,7 @@ class PageStore:
         return 0
 
     def _find(self, key: bytes) -> Entry | None:
-        if self._bad_index:
-            return None
-        try:
-            return self._index.find(key)
-        except sqlite3.Error as error:
-            self._note_index(error)
-            return None
+        return self._find_many([key]).get(key)
 
     def _find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         if self._bad_index:

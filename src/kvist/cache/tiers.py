@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -102,10 +102,12 @@ class Tiers:
         memory = (MemoryTier(self),)
         return memory if self.store is None else (*memory, DiskTier(self.store))
 
-    def where(self, keys: Iterable[bytes]) -> list[str | None]:
+    def where(self, keys: Sequence[bytes]) -> list[str | None]:
         """The tier of each key: "host", "disk" or None."""
-        lookups = self.lookups
-        return [next((tier.name for tier in lookups if tier.holds(key)), None) for key in keys]
+        here = {key for key in keys if self.in_memory(key)}
+        below = [key for key in keys if key not in here]
+        on_disk = self.store.contains_many(below) if self.store is not None else set()
+        return ["host" if key in here else "disk" if key in on_disk else None for key in keys]
 
     def in_memory(self, key: bytes) -> bool:
         """Whether `get` would find the page without touching the disk."""
