@@ -264,3 +264,28 @@ def test_an_evicted_value_is_gone_at_once(source):
             time.sleep(0.001)
     finally:
         gc.enable()
+
+
+def test_the_owner_is_told_of_evicted_values_once_nobody_holds_them(source):
+    told: list[tuple[str, int]] = []
+    cache = BoundedCache(source.load, lambda key: 10, 20, name="test", evicted=told.append)
+    with cache.hold([1]):
+        use(cache, 2)
+        use(cache, 3)
+        assert told == [("value", 2)]
+        source.bad.add(4)
+        with pytest.raises(OSError, match="no 4"), cache.hold([4]):
+            pass
+        assert told == [("value", 2), ("value", 3)]
+    source.bad.clear()
+    use(cache, 4, 5)
+    assert told == [("value", 2), ("value", 3), ("value", 1)]
+
+
+def test_a_value_can_stand_in_for_one_that_cannot_be_loaded(source):
+    cache = cache_of(source, 30)
+    source.bad.add(2)
+    with cache.hold([1, 2], instead=lambda key, error: (str(error), -key)) as values:
+        assert values == [("value", 1), ("no 2", -2)]
+    source.bad.clear()
+    use(cache, 2)  # the substitute was not kept

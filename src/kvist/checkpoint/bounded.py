@@ -53,12 +53,22 @@ class _Entry(Generic[V]):
 
 
 class BoundedCache(Generic[K, V]):
-    """Values by key, loaded by `load(key)`, each taking `nbytes(key)` of `budget_bytes`. Safe to use from several threads."""
+    """Values by key, loaded by `load(key)`, each taking `nbytes(key)` of `budget_bytes`. Safe to use from several threads.
+
+    `evicted(value)` is told of values that nobody holds any more, so that their memory can be used again.
+    """
 
     def __init__(
-        self, load: Callable[[K], V], nbytes: Callable[[K], int], budget_bytes: int, *, name: str, workers: int = 2
+        self,
+        load: Callable[[K], V],
+        nbytes: Callable[[K], int],
+        budget_bytes: int,
+        *,
+        name: str,
+        workers: int = 2,
+        evicted: Callable[[V], None] | None = None,
     ) -> None:
-        self.load, self.nbytes, self.budget_bytes = load, nbytes, budget_bytes
+        self.load, self.nbytes, self.budget_bytes, self.evicted = load, nbytes, budget_bytes, evicted
         self._entries: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
         self._counters = CacheCounters()
@@ -204,8 +214,11 @@ class BoundedCache(Generic[K, V]):
             # What was taken out of the queue above stays out: nobody waits for it, and its room is needed anyway.
             victims = [(key, entry) for key, entry in victims if entry.future.cancelled()]
         for key, entry in victims:
-            self._counters.evictions += not entry.future.cancelled()
             self._drop(key, entry)
+            if not entry.future.cancelled():
+                self._counters.evictions += 1
+                if self.evicted is not None:
+                    self.evicted(entry.future.result())
         return lacking <= 0
 
     def _drop(self, key: K, entry: _Entry[V]) -> None:

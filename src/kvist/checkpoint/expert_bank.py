@@ -41,6 +41,8 @@ class Held:
 
     planes: Planes | None
     packed: tuple[Packed, Packed, Packed] | None
+    buffer: Tensor | None = None
+    """What both are views of, if it can be used for another expert afterwards."""
 
 
 class ExpertStore:
@@ -70,6 +72,7 @@ class ExpertStore:
         self.files, self.numerics, self.device, self.look_ahead = files, numerics, torch.device(device), look_ahead
         self.reads = reads or FileReads()
         self._thread = threading.local()
+        self._spare: deque[Tensor] = deque(maxlen=2 * readers + 2)
         self.isolate = False
         self.failures: deque[ReadFailed] = deque(maxlen=MAX_FAILURES)
         native = numerics.product_impl == "cpu" and numerics.dtype is torch.float32 and self.device.type == "cpu"
@@ -84,7 +87,9 @@ class ExpertStore:
                     f"give at least that, better {2 * config.n_activated_experts} times as much"
                 )
         self.portion_bytes = max(largest, front_bytes // 2)
-        self.host: BoundedCache[Key, Held] = BoundedCache(self.load, self.nbytes, budget_bytes, name="experts", workers=readers)
+        self.host: BoundedCache[Key, Held] = BoundedCache(
+            self.load, self.nbytes, budget_bytes, name="experts", workers=readers, evicted=self.recycle
+        )
         self.front = self.host
         if device_budget_bytes is not None:
             if self.native:
@@ -122,21 +127,22 @@ class ExpertStore:
         three = self.experts[key]
         entries = [self.files.entry(spec.name) for parameter in three for spec in parameter.specs()]
         raw: dict[str, Tensor] = {}
-        buffer = self._staging(three) if self.native else private_buffer(sum(entry.nbytes for entry in entries))
+        whole = self._staging(three) if self.native else self._buffer(self.nbytes(key))
+        buffer = whole
         for run in adjacent_runs(entries):
             size = sum(entry.nbytes for entry in run)
             raw |= self._read(run, key, buffer[:size])
             buffer = buffer[size:]
         planes = tuple((raw[parameter.name], raw.get(parameter.scale_name)) for parameter in three)
         if not self.native:
-            return Held(planes, None)
-        room = private_buffer(self.nbytes(key))
+            return Held(planes, None, whole)
+        room = whole = self._buffer(self.nbytes(key))
         packed = []
         for parameter, (codes, scales) in zip(three, planes, strict=True):
             size = _packed_bytes(parameter)
             packed.append(_pack(parameter, codes, scales, room[:size]))
             room = room[size:]
-        return Held(None, (packed[0], packed[1], packed[2]))
+        return Held(None, (packed[0], packed[1], packed[2]), whole)
 
     def upload(self, key: Key) -> Held:
         """The stored planes of one expert on the device, by way of host memory."""
@@ -179,6 +185,19 @@ class ExpertStore:
         while self.failures:
             taken.append(self.failures.popleft())
         return taken
+
+    def recycle(self, held: Held) -> None:
+        """Keep an evicted expert's memory for the next one: fresh memory costs more than reading from the page cache."""
+        if held.buffer is not None:
+            self._spare.append(held.buffer)
+
+    def _buffer(self, size: int) -> Tensor:
+        try:
+            while len(spare := self._spare.pop()) != size:
+                continue
+        except IndexError:
+            return private_buffer(size)
+        return spare
 
     def _staging(self, three: tuple[Parameter, ...]) -> Tensor:
         """This thread's own buffer for the stored bytes of an expert, kept: they live only until they are packed."""
