@@ -14,6 +14,33 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+# Limits of a configuration that is not to be trusted; what a value means is checked below them.
+LARGEST = 1 << 40
+MOST_EXPERTS = 1 << 18
+LARGEST_ALIGNMENT = 1 << 20
+AT_MOST = {
+    "n_layers": 4096,
+    "n_mtp_layers": 64,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+    "engram_max_ngram_size": 64,
+    "engram_n_heads": 1024,
+    "dspark_block_size": 1024,
+}
+POSITIVE = (
+    *("vocab_size", "dim", "n_layers", "n_heads", "head_dim", "rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups"),
+    *("window_size", "moe_inter_dim", "n_routed_experts", "n_activated_experts", "index_topk", "index_n_heads"),
+    *("index_head_dim", "candidate_topk_blocks", "candidate_block_size", "hc_mult", "hc_sinkhorn_iters", "max_seq_len"),
+)
+VISION_POSITIVE = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "patch_size",
+    "downsample_ratio",
+)
+
 
 class ConfigError(ValueError):
     """A configuration that cannot describe a model; the message names the field, its value and the rule."""
@@ -137,7 +164,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        LayerPlan.of(self)
+        alignment = LayerPlan.of(self).alignment
+        require(
+            alignment <= LARGEST_ALIGNMENT,
+            f"compress_ratios have the least common multiple {shown(alignment)}; at most {LARGEST_ALIGNMENT} tokens make a page",
+        )
 
     @property
     def plan(self) -> LayerPlan:
@@ -286,70 +317,132 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _check_sizes(c: ModelConfig) -> None:
+def shown(value: object) -> str:
+    """`repr` for an error message: a value from a file that is not to be trusted is cut to 60 characters."""
+    if isinstance(value, int) and value.bit_length() > 192:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def _check_types(c: ModelConfig | VisionConfig) -> None:
     for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{field.name} must be an integer, got {value!r}")
-        if field.type == "float" and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
-            raise ConfigError(f"{field.name} must be a finite number, got {value!r}")
-        if field.type == "tuple[int, ...]" and not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{field.name} must hold integers, got {value!r}")
-    positive = (
-        "vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_lora_rank o_groups window_size moe_inter_dim "
-        "n_routed_experts n_activated_experts index_topk index_n_heads index_head_dim candidate_topk_blocks candidate_block_size "
-        "hc_mult hc_sinkhorn_iters max_seq_len"
-    )
-    for name in positive.split():
+        value, prefix = getattr(c, field.name), "" if isinstance(c, ModelConfig) else "vision "
+        kind = str(field.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        if kind.startswith("int"):
+            good, wanted = _is_integer(value), "an integer"
+        elif kind.startswith("float"):
+            good, wanted = _is_integer(value) or (isinstance(value, float) and math.isfinite(value)), "a finite number"
+        elif kind.startswith("tuple"):
+            good, wanted = isinstance(value, tuple) and all(map(_is_integer, value)), "a list of integers"
+        else:
+            types = {"str": str, "bool": bool, "VisionConfig | None": VisionConfig}
+            good, wanted = isinstance(value, types[kind]), f"of type {kind}"
+        require(good, f"{prefix}{field.name} must be {wanted}, got {shown(value)}")
+        numbers = value if kind.startswith("tuple") else (value,) if kind.startswith(("int", "float")) else ()
+        for number in numbers:
+            # beyond it sums of bytes and operations leave float64, and nothing real is near it
+            require(abs(number) <= LARGEST, f"{prefix}{field.name} is absurdly large: {shown(number)}; the limit is {LARGEST}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sizes(c: ModelConfig) -> None:
+    _check_types(c)
+    for name in POSITIVE:
         require(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
-        require(getattr(c, name) <= 1 << 40, f"{name} is absurdly large: {getattr(c, name)}")
-    require(c.n_layers <= 4096, f"n_layers is {c.n_layers}; at most 4096")
+    for name, most in AT_MOST.items():
+        require(0 <= getattr(c, name) <= most, f"{name} is {getattr(c, name)}; it must lie in 0..{most}")
+    for name in ("norm_eps", "hc_eps", "original_seq_len"):
+        require(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
+    for name in ("rope_factor", "beta_fast", "beta_slow", "gate_temp", "swiglu_limit"):
+        require(getattr(c, name) > 0, f"{name} must be above 0, got {getattr(c, name)}")
+    for name in ("rope_theta", "compress_rope_theta"):
+        require(getattr(c, name) > 1, f"{name} must be above 1, got {getattr(c, name)}")
     for name in ("head_dim", "index_head_dim", "dim", "q_lora_rank", "moe_inter_dim"):
         require(getattr(c, name) % 32 == 0, f"{name} is {getattr(c, name)}; quantiser groups need a multiple of 32")
     require(c.rope_head_dim % 2 == 0, f"rope_head_dim is {c.rope_head_dim}; rotary pairs need an even number")
     for name in ("head_dim", "index_head_dim"):
         require(c.rope_head_dim <= getattr(c, name), f"rope_head_dim {c.rope_head_dim} exceeds {name} {getattr(c, name)}")
     require(c.n_heads % c.o_groups == 0, f"n_heads {c.n_heads} is not a multiple of o_groups {c.o_groups}")
-    require(c.n_shared_experts == 1, f"n_shared_experts is {c.n_shared_experts}; the architecture has exactly one")
-    require(
-        c.n_activated_experts <= c.n_routed_experts,
-        f"{c.n_activated_experts} of {c.n_routed_experts} experts activated",
-    )
-    require(c.score_func == "sqrtsoftplus", f"score_func {c.score_func!r} is unknown; known: 'sqrtsoftplus'")
-    require(c.dtype in ("fp8", "bf16"), f"dtype {c.dtype!r} is unknown; known: 'fp8', 'bf16'")
-    require(c.expert_dtype in ("fp4", "fp8", "bf16"), f"expert_dtype {c.expert_dtype!r} is unknown; known: 'fp4', 'fp8', 'bf16'")
+    require(c.score_func == "sqrtsoftplus", f"score_func {shown(c.score_func)} is unknown; known: 'sqrtsoftplus'")
+    require(c.dtype in ("fp8", "bf16"), f"dtype {shown(c.dtype)} is unknown; known: 'fp8', 'bf16'")
+    known = ("fp4", "fp8", "bf16")
+    require(c.expert_dtype in known, f"expert_dtype {shown(c.expert_dtype)} is unknown; known: {', '.join(map(repr, known))}")
+    for name in ("bos_token_id", "eos_token_id", "image_token_id"):
+        token = getattr(c, name)
+        require(token is None or 0 <= token < c.vocab_size, f"{name} {token} is outside the vocabulary 0..{c.vocab_size - 1}")
     require(
         len(c.compress_ratios) in (c.n_layers, c.n_layers + c.n_mtp_layers),
         f"compress_ratios has {len(c.compress_ratios)} entries for {c.n_layers} layers and {c.n_mtp_layers} draft blocks",
     )
-    require(all(0 <= r <= 1024 for r in c.compress_ratios), f"compress_ratios out of 0..1024: {c.compress_ratios}")
+    require(all(0 <= r <= 1024 for r in c.compress_ratios), f"compress_ratios out of 0..1024: {shown(c.compress_ratios)}")
     for name in ("kv_source_layers", "index_source_layers", "candidate_source_layers", "engram_layer_ids"):
         _check_layer_ids(name, getattr(c, name), c.n_layers)
-    if c.engram_layer_ids:
-        require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size is {c.engram_max_ngram_size}; at least 2")
-        require(
-            c.engram_compressed_vocab_size >= 1,
-            "engram_compressed_vocab_size must be given when there are Engram layers",
-        )
-        require(c.engram_head_dim % 32 == 0, f"engram_head_dim is {c.engram_head_dim}; scales need a multiple of 32")
-        require(
-            len(c.engram_num_embeddings) == len(c.engram_layer_ids),
-            f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram layers",
-        )
-    if c.n_mtp_layers:
-        _check_layer_ids("dspark_target_layer_ids", c.dspark_target_layer_ids, c.n_layers)
-        require(len(c.dspark_target_layer_ids) >= 1, "dspark_target_layer_ids must name at least one layer")
-        require(c.dspark_block_size >= 1, f"dspark_block_size is {c.dspark_block_size}; at least 1")
-        require(
-            1 <= c.dspark_n_activated_experts <= c.dspark_n_routed_experts,
-            "dspark experts: need 1 <= activated <= routed",
-        )
-        require(0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range")
+    _check_experts(c)
+    _check_engram(c)
+    _check_draft(c)
+    if c.vision is not None:
+        _check_vision(c.vision)
+
+
+def _check_experts(c: ModelConfig) -> None:
+    require(c.n_shared_experts == 1, f"n_shared_experts is {c.n_shared_experts}; the architecture has exactly one")
+    require(c.n_activated_experts <= c.n_routed_experts, f"{c.n_activated_experts} of {c.n_routed_experts} experts activated")
+    experts = c.n_layers * c.n_routed_experts + c.n_mtp_layers * c.dspark_n_routed_experts
+    # every expert is six tensors of the list that `inventory` makes; the release has 15,744
+    require(experts <= MOST_EXPERTS, f"n_routed_experts and n_layers give {experts} experts in all; at most {MOST_EXPERTS}")
+
+
+def _check_engram(c: ModelConfig) -> None:
+    if not c.engram_layer_ids:
+        return
+    for name in ("engram_n_heads", "engram_head_dim", "engram_vocab_size"):
+        require(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
+    require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size is {c.engram_max_ngram_size}; at least 2")
+    require(c.engram_compressed_vocab_size >= 1, "engram_compressed_vocab_size must be given when there are Engram layers")
+    require(c.engram_head_dim % 32 == 0, f"engram_head_dim is {c.engram_head_dim}; scales need a multiple of 32")
+    require(0 <= c.engram_pad_id < c.vocab_size, f"engram_pad_id {c.engram_pad_id} is outside 0..{c.vocab_size - 1}")
+    require(
+        len(c.engram_num_embeddings) == len(c.engram_layer_ids),
+        f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} Engram layers",
+    )
+    require(all(n >= 1 for n in c.engram_num_embeddings), f"engram_num_embeddings below 1: {shown(c.engram_num_embeddings)}")
+
+
+def _check_draft(c: ModelConfig) -> None:
+    if not c.n_mtp_layers:
+        return
+    _check_layer_ids("dspark_target_layer_ids", c.dspark_target_layer_ids, c.n_layers)
+    require(len(c.dspark_target_layer_ids) >= 1, "dspark_target_layer_ids must name at least one layer")
+    for name in ("dspark_block_size", "dspark_markov_rank"):
+        require(getattr(c, name) >= 1, f"{name} is {getattr(c, name)}; at least 1")
+    active, routed = c.dspark_n_activated_experts, c.dspark_n_routed_experts
+    require(1 <= active <= routed, f"dspark experts: need 1 <= activated <= routed, got {active} of {routed}")
+    require(0 <= c.dspark_noise_token_id < c.vocab_size, f"dspark_noise_token_id {c.dspark_noise_token_id} out of range")
+
+
+def _check_vision(v: VisionConfig) -> None:
+    _check_types(v)
+    for name in VISION_POSITIVE:
+        require(getattr(v, name) >= 1, f"vision {name} must be at least 1, got {getattr(v, name)}")
+    for name in ("max_image_tokens", "min_pixels"):
+        require(getattr(v, name) >= 0, f"vision {name} must not be negative, got {getattr(v, name)}")
+    require(v.rope_theta > 1, f"vision rope_theta must be above 1, got {v.rope_theta}")
+    require(v.num_hidden_layers <= 4096, f"vision num_hidden_layers is {v.num_hidden_layers}; at most 4096")
+    require(
+        v.hidden_size % v.num_attention_heads == 0,
+        f"vision hidden_size {v.hidden_size} is not a multiple of num_attention_heads {v.num_attention_heads}",
+    )
 
 
 def _check_layer_ids(name: str, ids: tuple[int, ...], n_layers: int) -> None:
-    require(list(ids) == sorted(set(ids)), f"{name} must be ascending without repeats, got {ids}")
-    require(all(0 <= i < n_layers for i in ids), f"{name} names a layer outside 0..{n_layers - 1}: {ids}")
+    require(list(ids) == sorted(set(ids)), f"{name} must be ascending without repeats, got {shown(ids)}")
+    require(all(0 <= i < n_layers for i in ids), f"{name} names a layer outside 0..{n_layers - 1}: {shown(ids)}")
 
 
 def replace(config: ModelConfig, **changes: Any) -> ModelConfig:

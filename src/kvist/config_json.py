@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvist.config import ConfigError, ModelConfig, VisionConfig, require
+from kvist.config import ConfigError, ModelConfig, VisionConfig, require, shown
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -87,6 +88,9 @@ _FLAT_VISION = {
     "vision_min_pixels": "min_pixels",
     "vision_max_wh_ratio": "max_wh_ratio",
 }
+# Keys of the nested form that have one value in this architecture: another one is a model that this package does not hold.
+_FIXED = {"num_key_value_heads": 1, "hidden_act": "silu", "topk_method": "noaux_tc", "tie_word_embeddings": False}
+_FIXED_QUANTISATION = {"activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
 _DRAFT_FIELDS = tuple(f for f in _NESTED.values() if f.startswith("dspark_"))
 
 
@@ -98,30 +102,39 @@ def from_dict(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def _from_nested(data: Mapping[str, Any]) -> ModelConfig:
-    text = data["text_config"]
-    require(isinstance(text, Mapping), "text_config must be an object")
+    text = _object(data, "text_config")
+    _check_fixed(text, _FIXED, "")
     fields = {field: text[key] for key, field in _NESTED.items() if key in text}
-    scaling = text.get("rope_scaling") or {}
-    require(isinstance(scaling, Mapping), "rope_scaling must be an object or null")
+    scaling = _object(text, "rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type", "yarn"))
-    require(kind == "yarn", f"rope_scaling.rope_type {kind!r} is unknown; known: 'yarn'")
+    require(kind == "yarn", f"rope_scaling.rope_type {shown(kind)} is unknown; known: 'yarn'")
     fields |= {field: scaling[key] for key, field in _SCALING.items() if key in scaling}
     if not scaling:
         fields["original_seq_len"] = 0
     fields |= {field: data[key] for key, field in _TOP.items() if data.get(key) is not None}
     single = text.get("candidate_source_layer_id")
     fields["candidate_source_layers"] = text.get("candidate_source_layer_ids", [] if single is None else [single])
-    quantisation = data.get("quantization_config") or {}
-    block = quantisation.get("weight_block_size", [32, 32])
-    require(list(block) == [32, 32], f"quantization_config.weight_block_size {block} is unsupported; supported: [32, 32]")
+    quantisation = _object(data, "quantization_config")
+    _check_fixed(quantisation, _FIXED_QUANTISATION, "quantization_config.")
     fields["dtype"] = quantisation.get("quant_method", "fp8")
     fields["expert_dtype"] = quantisation.get("expert_dtype", "fp4")
-    vision = data.get("vision_config")
-    if vision is not None:
-        require(isinstance(vision, Mapping), "vision_config must be an object")
+    if data.get("vision_config") is not None:
         names = {f.name for f in dataclasses.fields(VisionConfig)}
-        fields["vision"] = _vision({key: value for key, value in vision.items() if key in names})
+        fields["vision"] = _vision({key: value for key, value in _object(data, "vision_config").items() if key in names})
     return _build(fields)
+
+
+def _object(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key; absent and null are an empty one."""
+    value = data.get(key)
+    require(value is None or isinstance(value, Mapping), f"{key} must be an object, got {shown(value)}")
+    return {} if value is None else value
+
+
+def _check_fixed(data: Mapping[str, Any], fixed: Mapping[str, object], prefix: str) -> None:
+    for key, value in fixed.items():
+        found = data.get(key, value)
+        require(found == value, f"{prefix}{key} {shown(found)} is unsupported; supported: {value!r}")
 
 
 def _from_flat(data: Mapping[str, Any]) -> ModelConfig:
@@ -130,21 +143,16 @@ def _from_flat(data: Mapping[str, Any]) -> ModelConfig:
     single = data.get("candidate_source_layer")
     fields["candidate_source_layers"] = data.get("candidate_source_layers", [] if single is None else [single])
     vision = {field: data[key] for key, field in _FLAT_VISION.items() if key in data}
-    if vision.get("num_hidden_layers"):
+    if vision.get("num_hidden_layers", 0) != 0:
         fields["vision"] = _vision(vision)
     return _build(fields)
 
 
 def _vision(fields: dict[str, Any]) -> VisionConfig:
     try:
-        vision = VisionConfig(**fields)
+        return VisionConfig(**fields)
     except TypeError as error:
         raise ConfigError(f"vision configuration: {error}") from error
-    for field in dataclasses.fields(vision):
-        value = getattr(vision, field.name)
-        if field.name != "max_wh_ratio" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ConfigError(f"vision {field.name} must be a non-negative number, got {value!r}")
-    return vision
 
 
 def _build(fields: dict[str, Any]) -> ModelConfig:
@@ -213,13 +221,23 @@ def load_config(path: str | Path) -> ModelConfig:
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise ConfigError(f"{file} has {file.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         raise ConfigError(f"{file} is not JSON: {error}") from error
     try:
         return from_dict(data)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        times = Counter(key for key, _ in pairs)
+        raise ConfigError(f"key {shown(max(times, key=times.__getitem__))} appears twice")
+    return result
 
 
 def save_config(config: ModelConfig, path: str | Path) -> None:
