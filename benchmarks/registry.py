@@ -19,6 +19,8 @@ MODULES: dict[str, str] = {
     "page-bookkeeping": "page_bookkeeping",
     "page-store": "page_store",
     "sampler-step": "sampler_step",
+    "engine": "engine_speed",
+    "replay-cost": "replay_cost",
 }
 
 

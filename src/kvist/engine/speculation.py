@@ -20,8 +20,8 @@ import numpy as np
 
 FIRST_PAUSE, LONGEST_PAUSE = 48, 768
 """Plain steps before the first trial after speculation fell short, doubled after each trial that fails, up to the longest."""
-TRIAL, HOPELESS = 6, 0.85
-"""Cycles of a trial, and the gain below which half of them are enough."""
+TRIAL, HOPELESS, HOPEFUL = 6, 0.85, 0.95
+"""Cycles of a trial, the gain below which half of them are enough, and the predicted gain from which one is worth it."""
 PLAIN_EVERY = 128
 """Cycles between two plain steps, which keep t(r) measured."""
 BLEND = 0.2
@@ -135,10 +135,10 @@ class _Record:
         self.on, self.waited = False, 0
         self.pause = min(LONGEST_PAUSE, 2 * self.pause)
 
-    def wait(self) -> bool:
-        """One more plain step; whether a trial begins."""
+    def wait(self, promise: float) -> bool:
+        """One more plain step; whether a trial begins: after the pause if it promises anything, after the longest anyway."""
         self.waited += 1
-        if self.waited <= self.pause // 2:
+        if self.waited <= (self.pause // 2 if promise >= HOPEFUL else LONGEST_PAUSE):
             return False
         self.on, self.cycles, self.gain = True, 0, 1.0
         return True
@@ -149,7 +149,7 @@ class AdaptivePolicy:
 
     def __init__(self, most: int, requests: int) -> None:
         self.most = most
-        self.steps = CostTable(requests * (1 + most))
+        self.steps, self.drafting = CostTable(requests * (1 + most)), CostTable(requests)
         self.seen = np.full(most, 0.7)
         self.claimed = np.full(most, 0.7)
         self.records: dict[int, _Record] = {}
@@ -167,7 +167,21 @@ class AdaptivePolicy:
         if record.since_plain > PLAIN_EVERY:
             record.since_plain = 0
             return False
-        return record.on or record.wait()
+        return record.on or record.wait(self._promise(requests))
+
+    def _promise(self, requests: int) -> float:
+        """The gain that measured times and acceptance predict for the best common verify length."""
+        plain, drafting = self.steps.at(requests), self.drafting.at(requests)
+        if plain is None or drafting is None:
+            return HOPEFUL
+        best, tokens, survives = 0.0, 1.0, 1.0
+        for depth in range(self.most):
+            survives *= float(self.seen[depth])
+            tokens += survives
+            seconds = self.steps.at(requests * (2 + depth))
+            if seconds is not None:
+                best = max(best, tokens * plain / (seconds + drafting))
+        return best
 
     def lengths(self, survival: Sequence[Sequence[float]]) -> list[int]:
         """Drafts in order of survival while the expected tokens a second grow. Survival falls with depth, so prefixes result."""
@@ -216,6 +230,7 @@ class AdaptivePolicy:
     def saw_drafting(self, requests: int, seconds: float) -> None:
         """See `VerifyPolicy`."""
         self._drafted = (requests, seconds)
+        self.drafting.add(requests, seconds)
 
     def saw_acceptance(self, survival: Sequence[float], accepted: int) -> None:
         """Compare each judged draft with its confidence; drafts behind the first rejected one say nothing."""
