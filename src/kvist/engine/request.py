@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,10 @@ import numpy.typing as npt
 from kvist.cache.identity import CONTENT_BYTES, Chain
 from kvist.engine.replay import Replay, ReplaySpan
 from kvist.engine.sampling.grammar_text import Grammar
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.engine.sampling.params import MAX_LOGPROBS, SamplingParams
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
