@@ -39,6 +39,12 @@ class FaultyFiles(FileSystem):
             self._fail(errno.EIO)
         return super().read(fd, count, offset)
 
+    def read_into(self, fd, buffers, offset):
+        time.sleep(self.read_delay_s)
+        if self.read_errors:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))  # not counted: the pages are then read one by one
+        return super().read_into(fd, buffers, offset)
+
     def write(self, fd, data, offset):
         time.sleep(self.write_delay_s)
         if self.write_errors:

@@ -120,6 +120,24 @@ def test_read_errors(tmp_path: Path) -> None:
     store.close()
 
 
+def test_read_errors_within_a_stream(tmp_path: Path) -> None:
+    disk = FaultyFiles()
+    store = open_store(tmp_path, files=disk)
+    store.put([page(n) for n in range(40)])
+    disk.read_errors = 3
+    keys = [key(n) for n in range(45)]
+    data = list(store.get_many(keys))
+    assert [n for n in range(45) if data[n] is None] == [0, 1, 2, *range(40, 45)]
+    assert all(data[n] is None or data[n] == payload(n) for n in range(45))
+    assert store.counters.read_errors == disk.raised == 3 and store.counters.hits == 37
+    with (tmp_path / "pages.kv").open("r+b") as file:
+        file.truncate(4096 + 30 * SLOT + 100)
+    data = list(store.get_many(keys))
+    assert [n for n in range(45) if data[n] is not None] == list(range(3, 30))
+    assert store.counters.corrupt == {"truncated": 10}
+    store.close()
+
+
 def test_write_and_sync_errors(tmp_path: Path) -> None:
     disk = FaultyFiles()
     store = open_store(tmp_path, files=disk)

@@ -28,7 +28,7 @@ HEAD_BYTES: Final = 4096
 HEAD: Final = struct.Struct("<8sIIIII16s16s4x")
 _COPIES: Final = (0, HEAD_BYTES // 2)
 BLOCK: Final = 4096
-_GROUP: Final = 8
+_GROUP: Final = 9  # of released pages: a little less than 1 MiB
 _STAGE_BYTES: Final = 2 << 20
 
 
@@ -94,6 +94,10 @@ class FileSystem:
     def read(self, fd: int, count: int, offset: int) -> bytes:
         """At most `count` bytes from `offset`; fewer at the file's end."""
         return os.pread(fd, count, offset)
+
+    def read_into(self, fd: int, buffers: Sequence[bytearray], offset: int) -> int:
+        """Fill buffers one after another from `offset`; returns how many bytes there were."""
+        return os.preadv(fd, buffers, offset)
 
     def write(self, fd: int, data: Buffer, offset: int) -> int:
         """Write from `offset`; returns how many bytes were taken, which may be fewer."""
@@ -191,8 +195,11 @@ class PageFile:
         """The first 128 bytes of a slot."""
         return self._files.read(self._fd, HEADER_BYTES, self._offset(slot))
 
-    def read_ahead(self, slots: Sequence[int]) -> Iterator[bytes | OSError]:
-        """`read` for slots in order, an error in place of what it stopped; a thread reads while its last pages are used."""
+    def read_ahead(self, slots: Sequence[int]) -> Iterator[Buffer | OSError]:
+        """`read` for slots in order, an error in place of what it stopped; a thread reads while its last pages are used.
+
+        Neighbours are read with one call of about 1 MiB, as one reads a plain file.
+        """
         groups = [slots[at : at + _GROUP] for at in range(0, len(slots), _GROUP)]
         with ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead") as reader:
             ahead = [reader.submit(self._read_group, group) for group in groups[:1]]
@@ -201,14 +208,26 @@ class PageFile:
                     ahead.append(reader.submit(self._read_group, following))
                 yield from ahead.pop(0).result()
 
-    def _read_group(self, slots: Sequence[int]) -> list[bytes | OSError]:
-        found: list[bytes | OSError] = []
-        for slot in slots:
+    def _read_group(self, slots: Sequence[int]) -> list[Buffer | OSError]:
+        found: list[Buffer | OSError] = []
+        for first, last in runs_of(slots):
             try:
-                found.append(self.read(slot))
-            except OSError as error:
-                found.append(error)
+                found += self._read_run(slots[first], last - first)
+            except OSError:  # which page it is, and whether it is worth a count, is seen one by one
+                found += [self._read_or_error(slot) for slot in slots[first:last]]
         return found
+
+    def _read_run(self, slot: int, count: int) -> list[memoryview]:
+        size, record = self.geometry.slot_bytes, HEADER_BYTES + self.geometry.page_bytes
+        buffers = [bytearray(size) for _ in range(count)]
+        there = self._files.read_into(self._fd, buffers, self._offset(slot))
+        return [memoryview(buffer)[: max(min(there - at * size, record), 0)] for at, buffer in enumerate(buffers)]
+
+    def _read_or_error(self, slot: int) -> Buffer | OSError:
+        try:
+            return self.read(slot)
+        except OSError as error:
+            return error
 
     def write(self, slot: int, records: Iterable[tuple[Buffer, Buffer]]) -> None:
         """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`. One thread at a time.

@@ -107,7 +107,7 @@ def check(raw: Buffer, *, model: bytes, key: bytes, sequence: int, payload_bytes
         raise CorruptPage("model", f"of model {header.model.hex()}, not {model.hex()}")
     if (header.key, header.sequence) != (key, sequence):
         raise CorruptPage("stale", f"holds page {header.key.hex()} number {header.sequence}", header.key)
-    return Stored(header, payload)
+    return Stored(header, payload.toreadonly())
 
 
 def _checksum(fields: Buffer, payload: Buffer) -> bytes:

@@ -29,7 +29,7 @@ from typing import Final
 
 from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile, runs_of
 from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
-from kvist.cache.record import KEY_BYTES, CorruptPage, Page, Stored, check, pack_header
+from kvist.cache.record import KEY_BYTES, Buffer, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
 from kvist.cache.store_directory import (
     UNLIMITED,
@@ -47,7 +47,7 @@ NEGATIVE_S: Final = 60.0
 """How long a page is not tried again after an I/O error; one that was damaged is not tried again at all."""
 FULL_S: Final = 60.0
 """How long a store whose disk was full replaces its own pages before it tries to grow again."""
-_BATCH_BYTES: Final = 8 << 20
+_BATCH_BYTES: Final = 16 << 20
 _READ_PAGES: Final = 512
 _MOST_REMEMBERED: Final = 65_536
 _FOREVER: Final = float("inf")
@@ -142,7 +142,7 @@ class PageStore:
                 entry = entries.get(key)
                 yield self._get(key, entry, None if entry is None else next(raw))
 
-    def prove(self, entry: Entry, raw: bytes | OSError | None = None) -> Stored | str:
+    def prove(self, entry: Entry, raw: Buffer | OSError | None = None) -> Stored | str:
         """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.
 
         A text says why there is none: a reason of `CorruptPage`, "read error", or "superseded" (the slot was given to another
@@ -288,7 +288,7 @@ class PageStore:
                 os.close(self._lock)
                 self._lock = None
 
-    def _get(self, key: bytes, entry: Entry | None, raw: bytes | OSError | None = None) -> memoryview | None:
+    def _get(self, key: bytes, entry: Entry | None, raw: Buffer | OSError | None = None) -> memoryview | None:
         for _ in range(2):
             if entry is None:
                 break
