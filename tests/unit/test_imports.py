@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 UNIT_OF_FILE = {"presets": "config", "config_json": "config", "inventory": "config", "page_layout": "config"}
 WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "cli", "__init__", "__main__"}
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich", "xxhash"}
+SERVER_DEPENDENCIES = {"fastapi", "pydantic", "pydantic_settings", "starlette", "uvicorn", "prometheus_client"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
 
 
@@ -131,7 +132,7 @@ def _foreign_edge(unit: str, path: Path, top: str, item: Import) -> str | None:
     if top in sys.stdlib_module_names or top in CORE_DEPENDENCIES or item.lazy:
         return None
     if (top == "triton" and (path.name == "gpu.py" or path.name.endswith("_triton.py"))) or (
-        unit == "server" and top in {"fastapi", "pydantic", "starlette"}
+        unit == "server" and top in SERVER_DEPENDENCIES
     ):
         return None
     return f"{top} is not a core dependency; import it inside the function that uses it"

@@ -1,0 +1,165 @@
+"""One request with its `n` replies, run on an engine: pieces of each reply as they come, and the end of each.
+
+Owns the copies, their merging, and that a client which leaves ends them all. Must not know HTTP or a protocol's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from kvist.engine.request import FinishedEvent, Request, TokenEvent, Usage
+from kvist.engine.sampling.logprobs import TokenLogprobs
+from kvist.server.errors import ApiError, failed, refused
+from kvist.server.reply_stream import ReplyStream
+from kvist.server.served import Served
+from kvist.server.token_text import TokenText
+from kvist.text import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What to run: the engine's request (its `sampling.n` replies), and how the replies' text is read.
+
+    `stops`: stop strings, looked for in content; the engine is told of them only where it would find the same. `calls` False:
+    tool calls are left out.
+    """
+
+    request: Request
+    parse: bool = False
+    reasoning: bool = False
+    stops: tuple[str, ...] = ()
+    calls: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """More of reply `index`. `logprobs`: one entry a token that it took, if asked for."""
+
+    index: int
+    events: tuple[Event, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The end of reply `index`: `stop`, `length` or `tool_calls`; the stop string; what it cost."""
+
+    index: int
+    reason: str
+    stop: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class _Reply:
+    """One copy on its way from the engine to the queue."""
+
+    def __init__(self, served: Served, work: Work, index: int) -> None:
+        self.index, self.prompt_tokens = index, len(work.request.prompt)
+        self.stream = ReplyStream(parse=work.parse, reasoning=work.reasoning, stops=work.stops, calls=work.calls)
+        self.text = TokenText(served.tokenizer, self.stream, parse=work.parse, reasoning=work.reasoning)
+        self.cached_tokens = 0
+        self.end_ids = frozenset(work.request.stop_ids) | {served.eos_id}
+
+    def take(self, event: TokenEvent) -> Piece:
+        """Tokens up to a stop string."""
+        events: list[Event] = []
+        logprobs: list[TokenLogprobs] = []
+        for at, token in enumerate(event.tokens):
+            if self.stream.over:
+                break
+            events += self.text.feed(token)
+            detail = event.logprobs[at] if event.logprobs else None
+            if detail is not None and token not in self.end_ids:
+                logprobs.append(detail)
+        return Piece(index=self.index, events=tuple(events), logprobs=tuple(logprobs))
+
+    def tail(self) -> Piece:
+        """What was held back."""
+        return Piece(index=self.index, events=tuple(self.text.finish()))
+
+    def end(self, finished: FinishedEvent | None) -> Ended:
+        """`finished` None: a stop string that the engine did not know of ended it."""
+        usage = Usage() if finished is None else finished.usage
+        length = finished is not None and finished.reason == "length" and not self.stream.over
+        reason = "length" if length else "tool_calls" if self.stream.tool_calls else "stop"
+        known = finished.stop if finished is not None and isinstance(finished.stop, str) else None
+        return Ended(
+            index=self.index,
+            reason=reason,
+            stop=self.stream.matched or known,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.text.count,
+            reasoning_tokens=self.text.reasoning_count,
+            cached_tokens=usage.cached_tokens,
+            prompt_logprobs=None if finished is None else finished.prompt_logprobs,
+        )
+
+
+class Generation:
+    """Runs a `Work`; iterate it once. `stop` ends it from outside with an error."""
+
+    def __init__(self, served: Served, work: Work) -> None:
+        """Raises ValueError for stop strings that cannot be."""
+        self._served, self._work = served, work
+        self._replies = [_Reply(served, work, index) for index in range(work.request.sampling.n)]
+        self._queue: asyncio.Queue[Piece | Ended | ApiError] = asyncio.Queue()
+
+    def stop(self, error: ApiError) -> None:
+        """End with this error after what has come already."""
+        self._queue.put_nowait(error)
+
+    async def run(self) -> AsyncIterator[Piece | Ended]:
+        """Pieces and ends of all replies as they come. Raises ApiError; closing it ends the engine's requests."""
+        copies = self._work.request.sampling.copies()
+        requests = [replace(self._work.request, sampling=sampling) for sampling in copies]
+        tasks = [asyncio.create_task(self._one(*pair)) for pair in zip(self._replies, requests, strict=True)]
+        open_ones = len(tasks)
+        try:
+            while open_ones:
+                item = await self._queue.get()
+                if isinstance(item, ApiError):
+                    raise item
+                open_ones -= isinstance(item, Ended)
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, reply: _Reply, request: Request) -> None:
+        begun = False
+        events = self._served.engine.generate(request)
+        try:
+            async for event in events:
+                begun = True
+                if isinstance(event, TokenEvent):
+                    self._give(reply.take(event))
+                    if reply.stream.over:
+                        self._queue.put_nowait(reply.end(None))
+                        return
+                else:
+                    self._finish(reply, event)
+        except Exception as error:  # noqa: BLE001  # told to the client by name
+            self._queue.put_nowait(failed(error) if begun else refused(error))
+        finally:
+            with suppress(Exception):  # an engine that has stopped cannot be told to abort
+                await events.aclose()  # type: ignore[attr-defined]
+
+    def _give(self, piece: Piece) -> None:
+        if piece.events or piece.logprobs:
+            self._queue.put_nowait(piece)
+
+    def _finish(self, reply: _Reply, event: FinishedEvent) -> None:
+        if event.reason == "error":
+            raise failed(event.error)
+        if event.reason == "cancelled":
+            raise ApiError("engine_stopped", "the engine was closed before this request ended; send it again")
+        self._give(reply.tail())
+        self._queue.put_nowait(reply.end(event))
