@@ -137,6 +137,25 @@ def test_selection_is_that_of_unpacked_keys(
             assert torch.equal(got.candidates_NB[at], want.candidates_NB), f"slot {slot}"
 
 
+def test_the_newest_block_is_kept_and_ties_go_to_lower_rows() -> None:
+    """IDX-05 with block maxima 5, 4, 3, 2, -9 (17 rows); IDX-07 with a query of zeros, alone and among others."""
+    pages = Pages(2, 32, 1, 16, 32, 32, 5)
+    pages.key_SMI[:] = 0
+    pages.key_SMI[0, :17, 0] = torch.tensor([5.0, 0, 0, 0, 4, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 1])
+    pages.write()
+    q, weight = torch.zeros(2, 1, 32), torch.ones(2, 1)
+    q[0, 0, 0] = 1.0
+    table = torch.tensor([[0, 0, 1, 16, 16], [1, 1, 1, 29, 29]])
+    got = select_pages(pages.source, table, q, weight, k=4, block_size=4, publish_blocks=2)
+    assert got.candidates_NB is not None
+    assert got.candidates_NB.tolist() == [[0, 4], [0, 7]]
+    assert got.topk_NK.tolist() == [[0, 4, 8, 12], [0, 1, 2, 3]]
+    again = select_pages(pages.source, table, q, weight, k=8, block_size=4, pool_NB=got.candidates_NB)
+    assert again.topk_NK.tolist() == [[0, 1, 2, 3, 16, -1, -1, -1], [0, 1, 2, 3, 28, 29, -1, -1]]
+    alone = select_pages(pages.source, torch.tensor([[1, 0, 1, 29, 29]]), q[1:], weight[1:], k=4, block_size=4)
+    assert torch.equal(alone.topk_NK, got.topk_NK[1:])
+
+
 @pytest.mark.parametrize("length", [1, 5])
 def test_sums_that_round_in_float_round_here_too(length: int) -> None:
     """32 products too small to move the sum one by one: added first, they would move it and row 1 would win."""
