@@ -1,0 +1,308 @@
+"""Experts on a GPU: rows grouped by expert, gate and up with activation, weight and FP8 quantiser, down with the sum.
+
+Two launches behind a plan of tiles (an expert and up to T of its rows): gate+up writes the quantised hidden rows, down writes
+each choice's output and the last program of a row to arrive adds the row's choices in their order, so sums never depend on
+timing. Weights are panels (`device/panels.py`), products exact in bfloat16. Must not know layers.
+
+Shapes: N rows, S choices a row, D model width, F expert width, T rows a tile, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
+from kvist.kernels.device.gpu import fake_fp8_groups, panel_product, rounded, sigmoid
+from kvist.kernels.experts.bank import ResidentBank
+
+PLAIN = interpreted()
+SMALL_PLAN = 512
+"""Choices up to which one program makes the plan."""
+DECODE_ROWS = 64
+"""Rows up to which tiles are narrow (reading weights is what costs); above, tiles are wide (multiplying is)."""
+
+
+class Shape(NamedTuple):
+    """How a launch is cut: rows a tile, panels a program, warps, pipeline stages."""
+
+    tile: int
+    panels: int
+    warps: int
+    stages: int
+
+
+DECODE = Shape(16, 1, 4, 4)
+PREFILL = Shape(128, 2, 8, 3)
+
+
+class GpuBank(ResidentBank):
+    """Experts of one layer on the device: `gate_up` paired panels of 2F outputs, `down` panels of D outputs."""
+
+    def __init__(self, gate_up: PanelWeight, down: PanelWeight) -> None:
+        if not gate_up.paired or down.inputs * 2 != gate_up.outputs or down.outputs != gate_up.inputs:
+            raise ValueError(
+                f"gate+up {gate_up.outputs} x {gate_up.inputs} (paired: {gate_up.paired}) and down {down.outputs} x "
+                f"{down.inputs} are not one SwiGLU"
+            )
+        if gate_up.outputs % 64 or down.outputs % 64 or gate_up.inputs % 32 or down.inputs % 32:
+            raise ValueError(
+                f"expert width {down.inputs} and model width {down.outputs} must be multiples of 32 and 64 for impl 'gpu'; "
+                "use impl 'ref'"
+            )
+        self.gate_up, self.down = gate_up, down
+
+
+class Plan(NamedTuple):
+    """Tiles on the device, int32: `head` [1] their number; each one's expert, first place in `order` and rows; `order` holds
+    choices (row * S + slot) by expert; `need` [N] counts a row's experts."""
+
+    head: Tensor
+    expert: Tensor
+    first: Tensor
+    rows: Tensor
+    order: Tensor
+    need: Tensor
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles that a launch must provide for."""
+        return len(self.expert)
+
+
+@triton.jit
+def _make_plan(ids, head, expert, first, rows, order, need, N, E, S: tl.constexpr, P: tl.constexpr, EP: tl.constexpr,
+               T: tl.constexpr, TILES_EACH: tl.constexpr, NP: tl.constexpr):  # fmt: skip
+    place = tl.arange(0, P)
+    inside = place < N * S
+    chosen = tl.load(ids + place, mask=inside, other=-1).to(tl.int32)
+    inside = inside & (chosen >= 0)
+    ranked = tl.sort(tl.where(inside, chosen, E) * P + place)
+    tl.store(order + place, ranked % P, mask=ranked < E * P)
+    count = tl.histogram(tl.where(inside, chosen, 0), EP, mask=inside)
+    tiles = (count + (T - 1)) // T
+    tile = tl.cumsum(tiles, 0) - tiles
+    start = tl.cumsum(count, 0) - count
+    which = tl.arange(0, EP)
+    for j in range(TILES_EACH):
+        some = j < tiles
+        tl.store(expert + tile + j, which, mask=some)
+        tl.store(first + tile + j, start + j * T, mask=some)
+        tl.store(rows + tile + j, tl.minimum(count - j * T, T), mask=some)
+    tl.store(head, tl.sum(tiles, 0))
+    row, total = tl.arange(0, NP), tl.zeros([NP], tl.int32)
+    for slot in range(S):
+        total += (tl.load(ids + row * S + slot, mask=row < N, other=-1) >= 0).to(tl.int32)
+    tl.store(need + row, total, mask=row < N)
+
+
+@triton.jit
+def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order, limit, S: tl.constexpr, K: tl.constexpr,
+             R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, FP4: tl.constexpr, QUANTISE: tl.constexpr,
+             PLAIN: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(1)
+    if tile >= tl.load(head):
+        return
+    N: tl.constexpr = 64 * PANELS
+    F: tl.constexpr = R // 2
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    SIZE: tl.constexpr = 2048 if FP4 else 4096
+    SCALES: tl.constexpr = 128 if FP4 else 4
+    t = tl.arange(0, T)
+    alive = t < tl.load(rows + tile)
+    choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
+    panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    acc = panel_product(
+        tl.zeros([N, T], tl.float32), codes + panel * SIZE, scales + panel * SCALES, x, (choice // S).to(tl.int64) * K, alive,
+        0, CHUNKS, CHUNKS, K, N, FP4, True, PLAIN,
+    )  # fmt: skip
+    gate, up = tl.split(tl.permute(tl.reshape(rounded(acc, PLAIN), (N // 2, 2, T)), (0, 2, 1)))
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    value = gate * sigmoid(gate) * up * tl.load(weights + choice, mask=alive, other=0.0)[None, :]
+    value = rounded(value, PLAIN)
+    if QUANTISE:
+        value = tl.reshape(fake_fp8_groups(tl.reshape(value, (PANELS, 32, T)), 1), (N // 2, T))
+    f = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
+    tl.store(hidden + choice.to(tl.int64)[None, :] * F + f[:, None], value.to(hidden.dtype.element_ty),
+             mask=alive[None, :] & (f < F)[:, None])  # fmt: skip
+
+
+@triton.jit
+def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, rows, order, need, N_ROWS, S: tl.constexpr,
+          K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, FP4: tl.constexpr, ADD: tl.constexpr,
+          MOST: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(1)
+    N: tl.constexpr = 64 * PANELS
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    SIZE: tl.constexpr = 2048 if FP4 else 4096
+    SCALES: tl.constexpr = 128 if FP4 else 4
+    d = tl.program_id(0) * N + tl.arange(0, N)
+    tiles = tl.load(head)
+    if tile >= tiles:
+        if ADD and tile == tiles:  # rows that chose nothing are zero
+            row = tl.arange(0, T)
+            for start in range(0, MOST, T):
+                empty = (start + row < N_ROWS) & (tl.load(need + start + row, mask=start + row < N_ROWS, other=1) == 0)
+                tl.store(out + (start + row).to(tl.int64)[None, :] * R + d[:, None], tl.zeros([N, T], tl.float32),
+                         mask=empty[None, :] & (d < R)[:, None])  # fmt: skip
+        return
+    t = tl.arange(0, T)
+    alive = t < tl.load(rows + tile)
+    choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
+    panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    acc = panel_product(
+        tl.zeros([N, T], tl.float32), codes + panel * SIZE, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
+        0, CHUNKS, CHUNKS, K, N, FP4, False, PLAIN,
+    )  # fmt: skip
+    place = choice.to(tl.int64)[None, :] * R + d[:, None]
+    tl.store(each + place, rounded(acc, PLAIN).to(each.dtype.element_ty), mask=alive[None, :] & (d < R)[:, None])
+    if ADD:
+        row = choice // S
+        # A release that covers the whole program's stores, then an acquire before others' stores are read.
+        tl.debug_barrier()
+        counter = arrived + row * tl.num_programs(0) + tl.program_id(0)
+        before = tl.atomic_add(counter, 1, mask=alive, sem="acq_rel")
+        last = alive & (before == tl.load(need + row, mask=alive, other=0) - 1)
+        tl.debug_barrier()
+        if tl.max(last.to(tl.int32), 0) == 1:
+            total = tl.zeros([N, T], tl.float32)
+            for slot in range(S):
+                there = last & (tl.load(ids + row * S + slot, mask=last, other=-1) >= 0)
+                place = (row * S + slot).to(tl.int64)[None, :] * R + d[:, None]
+                total += tl.load(each + place, mask=there[None, :] & (d < R)[:, None], other=0.0,
+                                 cache_modifier=".cg").to(tl.float32)  # fmt: skip
+            tl.store(out + row.to(tl.int64)[None, :] * R + d[:, None], total, mask=last[None, :] & (d < R)[:, None])
+            tl.store(counter, tl.zeros([T], tl.int32), mask=last)
+
+
+@triton.jit
+def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Sum of a row's choices, for wide tiles: what `_down` does with ADD."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * W + tl.arange(0, W)
+    total = tl.zeros([W], tl.float32)
+    for slot in range(S):
+        there = tl.load(ids + row * S + slot) >= 0
+        total += tl.load(each + (row * S + slot) * R + d, mask=there & (d < R), other=0.0).to(tl.float32)
+    tl.store(out + row * R + d, total, mask=d < R)
+
+
+def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
+    """Group choices by expert. Never waits for the device, so it can be captured in a graph."""
+    n, s = ids_NS.shape
+    most = min(n * s, experts + n * s // tile)
+    sizes = (1, most, most, most, n * s, n)
+    head, expert, first, rows, order, need = torch.empty(sum(sizes), dtype=torch.int32, device=ids_NS.device).split(sizes)
+    plan = Plan(head, expert, first, rows, order, need)
+    if n * s <= SMALL_PLAN:
+        _make_plan[(1,)](
+            ids_NS, *plan, n, experts, S=s, P=triton.next_power_of_2(max(16, n * s)),
+            EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=-(-n // tile), NP=triton.next_power_of_2(n), num_warps=4,
+        )  # fmt: skip
+        return plan
+    flat = torch.where(ids_NS < 0, experts, ids_NS).flatten()
+    order.copy_(flat.argsort(stable=True))
+    count = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+    tiles, start = (count + tile - 1) // tile, count.cumsum(0) - count
+    stop = tiles.cumsum(0)
+    at = torch.arange(most, device=flat.device)
+    which = torch.searchsorted(stop, at, right=True).clamp_max_(experts - 1)
+    place = at - (stop - tiles)[which]
+    head.copy_(stop[-1:])
+    expert.copy_(which)
+    first.copy_(start[which] + place * tile)
+    rows.copy_((count[which] - place * tile).clamp(0, tile))
+    need.copy_((ids_NS >= 0).sum(1))
+    return plan
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _arrivals(size: int, device: torch.device) -> Tensor:
+    """Zeros that every launch leaves zero again. Grown to the next power of two, so that graphs keep theirs."""
+    key = (device, triton.next_power_of_2(size))
+    if key not in _counters:
+        _counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeight, limit: float, form: str | None,
+                shape: Shape) -> Tensor:  # fmt: skip
+    """Quantised hidden rows of every choice, bfloat16 [N*S, F]; rows of choices that are not in the plan are not written."""
+    n, s = weights_NS.shape
+    hidden = torch.empty(n * s, weight.outputs // 2, dtype=x_ND.dtype, device=x_ND.device)
+    grid = (triton.cdiv(weight.outputs, 64 * shape.panels), plan.most_tiles)
+    _gate_up[grid](
+        x_ND, weight.codes, weight.scales, weights_NS, hidden, *plan[:5], limit, S=s, K=weight.inputs, R=weight.outputs,
+        T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", QUANTISE=form is not None, PLAIN=PLAIN,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return hidden
+
+
+def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, shape: Shape) -> Tensor:
+    """Sum of each row's choices, float32 [N,D]; zero for a row without any."""
+    n, s = ids_NS.shape
+    each = torch.empty(n * s, weight.outputs, dtype=hidden.dtype, device=hidden.device)
+    out = torch.empty(n, weight.outputs, dtype=torch.float32, device=hidden.device)
+    panels, add = triton.cdiv(weight.outputs, 64 * shape.panels), n <= DECODE_ROWS
+    _down[(panels, plan.most_tiles + 1)](
+        hidden, weight.codes, weight.scales, ids_NS, each, out, _arrivals(n * panels, hidden.device), *plan, n, S=s,
+        K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", ADD=add,
+        MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if not add:
+        _add[(n, triton.cdiv(weight.outputs, 1024))](each, ids_NS, out, S=s, R=weight.outputs, W=1024, num_warps=4)
+    return out
+
+
+def shape_for(rows: int, weight: PanelWeight) -> Shape:
+    """The cut for a number of rows. Wide programs need whole double panels."""
+    if rows <= DECODE_ROWS:
+        return DECODE
+    return PREFILL if weight.outputs % (64 * PREFILL.panels) == 0 else PREFILL._replace(panels=1, warps=4)
+
+
+def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
+    """All choices of all rows through one bank, float32 [N,D]."""
+    shapes = (shape_for(len(x_ND), bank.gate_up), shape_for(len(x_ND), bank.down))
+    plan = plan_rows(ids_NS, bank.gate_up.experts, shapes[0].tile)
+    hidden = gate_up_gpu(x_ND, weights_NS, plan, bank.gate_up, limit, form, shapes[0])
+    return down_gpu(hidden, ids_NS, plan, bank.down, shapes[1])
+
+
+def experts_gpu(
+    x_ND: Tensor,
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    bank: object,
+    *,
+    limit: float,
+    form: str | None,
+    shared: object,
+) -> Tensor:
+    """See `experts`. `bank` and `shared` must be `GpuBank`s (shared: one expert); ids of a row distinct and ascending."""
+    require_gpu()
+    require_bfloat16("experts", x_ND)
+    if form not in (None, "fp8"):
+        raise ValueError(f"impl 'gpu' quantises hidden activations to fp8 or not at all, got {form!r}; use impl 'ref'")
+    if not isinstance(bank, GpuBank) or not (shared is None or isinstance(shared, GpuBank)):
+        kinds = f"{type(bank).__name__} and {type(shared).__name__}"
+        raise ValueError(f"impl 'gpu' reads experts from a GpuBank, and the shared one too; got {kinds}; use impl 'ref'")
+    n, d = x_ND.shape
+    if bank.gate_up.inputs != d:
+        raise ValueError(f"rows of {d} channels for experts of {bank.gate_up.inputs}")
+    if not n:
+        return torch.zeros(0, d, dtype=torch.float32, device=x_ND.device)
+    x_ND = x_ND.contiguous()
+    out = run_bank(x_ND, ids_NK.contiguous(), weights_NK.contiguous(), bank, limit, form)
+    if shared is None:
+        return out
+    one = torch.zeros(n, 1, dtype=torch.int64, device=x_ND.device)
+    return out + run_bank(x_ND, one, torch.ones(n, 1, device=x_ND.device), shared, limit, form)
