@@ -110,7 +110,7 @@ def test_rows_under_way_are_waited_for_not_read_twice(files):
     assert table.counters.stall_s > 0.03
 
 
-def test_a_prefetch_that_has_not_begun_is_called_off(files):
+def test_nobody_waits_for_a_prefetch_that_has_not_begun(files):
     gate, begun = threading.Event(), threading.Event()
     first = True
 
@@ -129,7 +129,21 @@ def test_a_prefetch_that_has_not_begun_is_called_off(files):
     table.rows(torch.tensor([11]))  # does not wait for the thread, which is busy with row 1
     assert table.counters.read == 1
     gate.set()
-    settle(table, lambda c: c.read_ahead == 1)
+    settle(table, lambda c: c.read_ahead == 2)  # rows 1 and 10; row 11 is held
+
+
+def test_a_long_prefetch_is_cut_into_jobs_and_to_half_the_cache(files):
+    cache_bytes = 2 * 300 * (ROW_BYTES + 16)  # two tables of 300 rows, cut to whole sets
+    table = EngramStore(files, CONFIG, torch.float32, cache_bytes=cache_bytes).tables[LAYERS[0]]
+    capacity = table.cache.capacity
+    assert 280 <= capacity <= 300
+    table.prefetch(torch.arange(600))
+    settle(table, lambda c: c.read_ahead == capacity // 2)
+    table.rows(torch.arange(100))
+    assert table.counters.hits > 60, "the first rows are those that came"
+    long = EngramStore(files, CONFIG, torch.float32).tables[LAYERS[0]]
+    long.prefetch(torch.arange(330).repeat(200))
+    settle(long, lambda c: c.read_ahead == 330)
 
 
 def test_too_many_prefetches_are_dropped_and_counted(files):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -26,6 +26,8 @@ from kvist.quant import unpack_fp8
 
 DEFAULT_CACHE_BYTES = 256 << 20
 MAX_PENDING = 64
+PIECE_IDS = 8192
+"""Ids of one prefetching job: rows come in the order in which they will be asked for, and nobody waits long for a job."""
 
 
 @dataclass(kw_only=True)
@@ -49,10 +51,13 @@ class EngramCounters:
         return self.hits / self.distinct if self.distinct else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
+    """`ids` int64, distinct and sorted once the job has begun (`begun`)."""
+
     ids: np.ndarray
-    future: Future[None]
+    begun: bool = False
+    future: Future[None] | None = None
 
 
 class StoredTable:
@@ -104,18 +109,23 @@ class StoredTable:
         return values[torch.from_numpy(inverse.reshape(-1))].view(*ids.shape, width).to(ids.device)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Read these rows into the cache in the background. Never waits; a read that fails is left to who asks for the row."""
-        distinct = np.unique(check_row_ids(ids, self.shape[0]).numpy())[: self.cache.capacity // 2]
-        if not len(distinct):
-            return
+        """Read these rows, as many as half the cache holds, in the background. Never waits; a failure is left to who asks."""
+        first = ids.reshape(-1)[: self.cache.capacity // 2]
+        flat = check_row_ids(first, self.shape[0]).numpy()
         with self._lock:
-            self._jobs = [job for job in self._jobs if not job.future.done()]
-            if len(self._jobs) >= MAX_PENDING:
-                self.counters.dropped += 1
-                return
-            self._jobs.append(_Job(distinct, self.worker.submit(self._read_ahead, distinct)))
+            self._jobs = [job for job in self._jobs if job.future is None or not job.future.done()]
+            for start in range(0, len(flat), PIECE_IDS):
+                if len(self._jobs) >= MAX_PENDING:
+                    self.counters.dropped += 1
+                    return
+                job = _Job(flat[start : start + PIECE_IDS].copy())
+                self._jobs.append(job)
+                job.future = self.worker.submit(self._read_ahead, job)
 
-    def _read_ahead(self, distinct: np.ndarray) -> None:
+    def _read_ahead(self, job: _Job) -> None:
+        distinct = np.unique(job.ids)
+        with self._lock:
+            job.ids, job.begun = distinct, True
         raw = np.empty((len(distinct), self.cache.row_bytes), dtype=np.uint8)
         self._read(distinct, raw, self._take(distinct, raw), ahead=True)
 
@@ -132,17 +142,13 @@ class StoredTable:
         return missing
 
     def _await(self, wanted: np.ndarray) -> None:
-        """Wait for prefetches under way that bring any of these rows; those that have not begun are called off."""
+        """Wait for the prefetch under way if it brings any of these rows. One that has not begun will find them held."""
         with self._lock:
-            jobs = [job for job in self._jobs if np.isin(wanted, job.ids, assume_unique=True).any()]
+            jobs = [job for job in self._jobs if job.begun and np.isin(wanted, job.ids, assume_unique=True).any()]
         for job in jobs:
-            if job.future.cancel():
-                continue
-            try:
-                # Its failure is not ours: what it did not bring is read below, and that read names what is wrong.
-                job.future.exception()
-            except CancelledError:
-                continue
+            assert job.future is not None
+            # Its failure is not ours: what it did not bring is read after this, and that read names what is wrong.
+            wait([job.future])
 
     def _read(self, distinct: np.ndarray, raw: np.ndarray, places: np.ndarray, *, ahead: bool) -> None:
         if not len(places):
