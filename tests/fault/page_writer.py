@@ -1,6 +1,7 @@
 """A process that writes pages until it is killed, and what every test of the store knows about pages by number.
 
-Run as a program: `page_writer.py FOLDER FIRST BUDGET BATCH`; prints the number up to which pages are published. Imports no torch.
+Run as a program: `page_writer.py FOLDER FIRST BUDGET BATCH [KEEP]`; prints the number up to which pages are published. With KEEP
+it cuts the store down to that many pages after each batch. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def main() -> None:
         assert store.put([page(number) for number in range(first, first + batch)]) == batch
         first += batch
         print(first, flush=True)
+        if len(sys.argv) > 5:
+            store.shrink(int(sys.argv[5]))
 
 
 if __name__ == "__main__":

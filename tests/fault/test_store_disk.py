@@ -138,6 +138,26 @@ def test_read_errors_within_a_stream(tmp_path: Path) -> None:
     store.close()
 
 
+def test_shrinking_over_damaged_and_unreadable_pages(tmp_path: Path) -> None:
+    disk = FaultyFiles()
+    store = open_store(tmp_path, files=disk)
+    for number in range(40):
+        store.put([page(number)])
+    with (tmp_path / "pages.kv").open("r+b") as file:
+        file.seek(4096 + 37 * SLOT + 200)
+        file.write(b"damaged")
+    disk.read_errors = 1
+    assert store.shrink(15) == 25
+    assert check(store, range(40)) == 13 and store.stat().pages == 13
+    assert store.counters.corrupt == {"checksum": 1} and store.counters.read_errors == 1
+    assert store.stat().file_bytes <= 4096 + 15 * SLOT
+    assert store.put([page(n) for n in range(100, 120)]) == 20 and verify(store).pages == 33
+    store.close()
+    store = open_store(tmp_path)
+    assert verify(store).good and check(store, range(200)) == 33
+    store.close()
+
+
 def test_write_and_sync_errors(tmp_path: Path) -> None:
     disk = FaultyFiles()
     store = open_store(tmp_path, files=disk)

@@ -25,9 +25,9 @@ CAPACITY = 50
 BUDGET = 4096 + CAPACITY * (2048 + 160)
 
 
-def kill_while_writing(folder: Path, first: int, budget: int, batch: int, rng: random.Random) -> int:
+def kill_while_writing(folder: Path, first: int, budget: int, batch: int, rng: random.Random, *more: str) -> int:
     """Start a writer, kill it at a random moment (opening included); returns the number up to which it published."""
-    command = [sys.executable, str(WRITER), str(folder), str(first), str(budget), str(batch)]
+    command = [sys.executable, str(WRITER), str(folder), str(first), str(budget), str(batch), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=WRITER.parents[2]) as process:
         assert process.stdout is not None and process.stderr is not None
         if rng.random() < 0.7:
@@ -78,6 +78,21 @@ def run_kills(tmp_path: Path, kills: int, seed: int) -> None:
 @pytest.mark.parametrize("case", ["KVP-03"])
 def test_kvp_03_kill_9_loses_only_unpublished_pages(tmp_path: Path, case: str) -> None:
     run_kills(tmp_path, KILLS, seed=len(case))
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.long)])
+def test_kill_9_while_a_store_is_cut_down(tmp_path: Path, kills: int) -> None:
+    rng, done = random.Random(kills), 0
+    for trial in range(kills):
+        done = kill_while_writing(tmp_path, done, 0, 30, rng, "20")
+        store = open_store(tmp_path)
+        result = verify(store)
+        assert result.good and store.counters.faults == 0, f"kill {trial}: {result}, {store.counters}"
+        assert result.pages >= min(done, 20), f"kill {trial}: {result}"
+        for number in range(done + 60):
+            data = store.get(key(number))
+            assert data is None or data == payload(number), f"kill {trial}: page {number} is wrong"
+        store.close()
 
 
 @pytest.mark.long

@@ -239,14 +239,15 @@ class PageStore:
     def shrink(self, pages: int) -> int:
         """Keep the `pages` most recently wanted ones and give the disk space of the others back; returns how many went.
 
-        Pages at the file's end are copied into free slots, on disk before the index says so; a kill loses nothing.
+        Pages at the file's end are copied into free slots, on disk before the index says so: a kill loses nothing. One that
+        cannot be read for that is dropped. Raises `OSError`, `sqlite3.Error`.
         """
         self._must_write()
         with self._writing:
             self._mend()
             gone = 0
-            while (excess := self._index.pages - pages) > 0:
-                gone += self._index.evict(min(excess, 1000))
+            while (excess := self._index.pages - pages) > 0 and (went := self._index.evict(min(excess, 1000))):
+                gone += went
             target = self._index.pages
             moving: list[Entry] = []
             for entry in self._index.entries(first_slot=target):
@@ -256,8 +257,8 @@ class PageStore:
                     moving = []
             self._move(moving, target)
             self._file.sync()
-            self._index.cut(self._index.pages)
-            self._file.cut(self._index.state()[0])
+            self._index.cut(target)
+            self._file.cut(min(target, self._file.slots))
             self._count("evicted", gone)
             self._recount()
         return gone
@@ -374,15 +375,16 @@ class PageStore:
             self._file.cut(min(used, self._file.slots))
 
     def _move(self, entries: Sequence[Entry], below: int) -> None:
-        proved = [entry for entry in entries if not isinstance(self.prove(entry), str)]
-        slots = self._index.free_slots(len(proved), below)
-        for entry, slot in zip(proved, slots, strict=True):
-            raw = memoryview(self._file.read(entry.slot))
-            at = len(raw) - self.geometry.page_bytes
-            self._file.write(slot, [(raw[:at], raw[at:])])
+        proved = [(entry, found) for entry in entries if not isinstance(found := self.prove(entry), str)]
+        moves = list(zip(proved, self._index.free_slots(len(proved), below), strict=False))
+        for (entry, found), slot in moves:
+            self._file.write(slot, [(self._file.read_header(entry.slot), found.payload)])
         self._file.sync()
-        self._index.move(zip(proved, slots, strict=True))
-        self._apply_drops()
+        self._index.move((entry, slot) for (entry, _), slot in moves)
+        moved = {entry.key for (entry, _), _ in moves}
+        for entry in entries:
+            if entry.key not in moved:
+                self._index.drop(entry, None)
 
     def _sync(self) -> int:
         self._synced, self._unsynced = time.monotonic(), False
