@@ -88,8 +88,9 @@ class PageStore:
         """Open or create the store of a directory.
 
         `model`: 16 bytes that name model, numerics and page size (`identity.root` with an empty salt); `model`, `page_bytes`
-        and `page_tokens` may be None for a store that exists. `budget_bytes` bounds page file and index together. While
-        another process writes there, the store opens read-only and `notice` says so. Raises the errors of `store_errors`.
+        and `page_tokens` may be None for a store that exists. `budget_bytes` bounds page file and index together (the
+        index's journal, about 4 MB, comes on top). While another process writes there, the store opens read-only and `notice`
+        says so. Raises the errors of `store_errors`.
         """
         folder, files = Path(folder), files or FileSystem()
         lock: int | None = None
