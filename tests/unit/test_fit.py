@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import random
 
 import pytest
 from rich.console import Console
 
 from kvist.checkpoint import ExpertStore
+from kvist.checkpoint.bounded import BoundedCache
 from kvist.config import replace
 from kvist.model.numerics import Numerics
 from kvist.plan import Fit, Machine, fit, print_fit, report
-from kvist.plan.fit import GB, cache_bytes, cache_read, distinct, sizes_of
+from kvist.plan.fit import GB, Sizes, cache_bytes, cache_read, distinct, sizes_of, tiers_of
 from kvist.presets import PRESETS, preset
 
 RELEASE = preset("v41-flash")
@@ -78,6 +80,28 @@ def test_a_cache_finds_its_share_if_it_holds_a_token() -> None:
         assert tiers(result)["RAM"] == pytest.approx(share)
         assert tiers(result)["disk"] == pytest.approx(1 - share)
         assert sum(tier.read for tier in result.tiers) == pytest.approx(TOKEN)
+
+
+@pytest.mark.parametrize("held", [8, 100, 250])
+def test_the_assumed_hits_are_those_of_the_cache(held: int) -> None:
+    """The cache that serves experts, under uniform routing: 8 layers of 48 experts, 2 a token, room for some."""
+    layers, experts, active = 8, 48, 2
+    cache: BoundedCache[tuple[int, int], int] = BoundedCache(lambda key: 0, lambda key: 10, 10 * held, name="uniform")
+    choice = random.Random(held)
+    for step in range(360):
+        if step == 60:
+            warm = cache.counters()
+        for layer in range(layers):
+            with cache.hold([(layer, index) for index in choice.sample(range(experts), active)]):
+                pass
+    counters = cache.counters()
+    found = (counters.hits - warm.hits) / (300 * layers * active)
+    sizes = Sizes(
+        dense=0, dense_read=0, expert=10, experts=10 * layers * experts, draft_experts=0, tables=0, table_reads=0, table_row=0
+    )
+    tiers, _ = tiers_of(sizes, Machine(disk_gbps=1, ram_gb=1), 10 * layers * active, 0, 10 * held)
+    assert next(tier.share for tier in tiers if tier.name == "RAM") == pytest.approx(found, abs=0.02)
+    cache.close()
 
 
 def test_three_tiers() -> None:
