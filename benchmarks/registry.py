@@ -21,6 +21,8 @@ MODULES: dict[str, str] = {
     "sampler-step": "sampler_step",
     "engine": "engine_speed",
     "replay-cost": "replay_cost",
+    "agent": "agent_trace",
+    "replay": "replay_quality",
 }
 
 
