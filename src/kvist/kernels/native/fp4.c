@@ -6,6 +6,10 @@
  */
 #include "kvist.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 static const float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 /* The E2M1 values of the low four bits of each lane. */
@@ -50,6 +54,52 @@ void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint
             if (k + j < depth) memcpy(pairs + (k + j) * 16, &pair, 64);
         }
     }
+}
+
+/* One row times P panels, expanded in registers as they are multiplied: the operations of kind 0 in their order, and so its bits.
+ * `P` and `dot` are constants after inlining. */
+INLINE void row_panels(const int P, const int dot, const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes,
+                       const uint8_t *scales, int64_t scale_bytes, int64_t depth, v16 *out)
+{
+    v16 table = load16(E2M1), acc[4], scale[4];
+    for (int p = 0; p < P; p++) acc[p] = scale[p] = (v16){0};
+    for (int64_t k = 0; k < depth; k += 4) {
+        if (k % 16 == 0)
+            for (int p = 0; p < P; p++)
+                scale[p] = scale_of(load_words(scales + p * scale_bytes + k / 64 * 64) >> (uint32_t)(k / 16 % 4 * 8));
+        u16v word[4];
+        for (int p = 0; p < P; p++) word[p] = load_words(codes + p * code_bytes + k * 16);
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < 4; j++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P && k + j < depth; p++) {
+                v16 even = decode(word[p], table) * scale[p], odd = decode(word[p] >> 4, table) * scale[p];
+                word[p] >>= 8;
+#ifdef __AVX512BF16__
+                if (dot) {
+                    u16v pair = ((u16v)odd & 0xffff0000u) | ((u16v)even >> 16);
+                    acc[p] = (v16)_mm512_dpbf16_ps((__m512)acc[p], (__m512bh)pair, (__m512bh)_mm512_set1_epi32((int)pairs[k + j]));
+                    continue;
+                }
+#endif
+                acc[p] += x[2 * (k + j)] * even;
+                acc[p] += x[2 * (k + j) + 1] * odd;
+            }
+    }
+    for (int p = 0; p < P; p++) out[p] = acc[p];
+}
+
+void fp4_row(const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes, const uint8_t *scales,
+             int64_t scale_bytes, int64_t depth, int panels, v16 *out)
+{
+    if (panels == 4 && pairs) row_panels(4, 1, x, pairs, codes, code_bytes, scales, scale_bytes, depth, out);
+    else if (panels == 4) row_panels(4, 0, x, pairs, codes, code_bytes, scales, scale_bytes, depth, out);
+    else
+        for (int p = 0; p < panels; p++) {
+            const uint8_t *own = codes + p * code_bytes, *scale = scales + p * scale_bytes;
+            if (pairs) row_panels(1, 1, x, pairs, own, code_bytes, scale, scale_bytes, depth, out + p);
+            else row_panels(1, 0, x, pairs, own, code_bytes, scale, scale_bytes, depth, out + p);
+        }
 }
 
 /* One matrix [outputs][depth] bytes, four columns to a lane; what is not there is `fill`. */

@@ -110,7 +110,10 @@ void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float
 
 /* Bytes of one panel's codes or scales for `depth` code bytes a row. */
 int64_t fp4_panel_bytes(int64_t depth, int scales);
-/* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes. */
+/* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes; and one row times up to four panels, without that detour. `pairs`:
+ * the row as bfloat16 pairs for the dot instruction, or NULL. */
+void fp4_row(const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes, const uint8_t *scales,
+             int64_t scale_bytes, int64_t depth, int panels, v16 *out);
 void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint32_t *pairs);
 
 /* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */

@@ -100,6 +100,17 @@ static void pair_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64
     all_tiles(USE_PAIRS, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
 }
 
+/* Whether rows go through the dot instruction, as pairs. */
+INLINE int takes_pairs(weight_t w, int exact)
+{
+#ifdef __AVX512BF16__
+    return exact && w.kind != WEIGHT_F32;
+#else
+    (void)w, (void)exact;
+    return 0;
+#endif
+}
+
 enum { EXPANDED_BYTES = 1 << 19 };
 
 /* FP4 panels, expanded a few at a time into memory that stays in the cache: the sums are those of kind 0. */
@@ -110,6 +121,17 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
     int64_t code_bytes = fp4_panel_bytes(depth, 0), scale_bytes = fp4_panel_bytes(depth, 1);
     int64_t fitting = EXPANDED_BYTES / (depth * 64), step = fitting >= 8 ? 8 : fitting >= 4 ? 4 : 2;
     const uint8_t *codes = w.data, *scales = codes + panels * code_bytes;
+    if (rows == 1 && w.inputs % 2 == 0) {
+        for (int64_t panel = first; panel < stop; panel += 4) {
+            v16 sums[4];
+            int count = stop - panel < 4 ? (int)(stop - panel) : 4;
+            fp4_row(x, takes_pairs(w, exact) ? pairs : NULL, codes + panel * code_bytes, code_bytes, scales + panel * scale_bytes,
+                    scale_bytes, depth, count, sums);
+            int64_t left = w.outputs - panel * 16;
+            memcpy(y + panel * 16, sums, (size_t)(left < count * 16 ? left : count * 16) * 4);
+        }
+        return;
+    }
     uint32_t *expanded = aligned_alloc(64, (size_t)(step * depth * 64));
     for (int64_t panel = first; panel < stop; panel += step) {
         int64_t count = stop - panel < step ? stop - panel : step;
@@ -130,17 +152,6 @@ static void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs
             uint32_t high = 2 * k + 1 < inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
             pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
         }
-}
-
-/* Whether rows go through the dot instruction, as pairs. */
-INLINE int takes_pairs(weight_t w, int exact)
-{
-#ifdef __AVX512BF16__
-    return exact && w.kind != WEIGHT_F32;
-#else
-    (void)w, (void)exact;
-    return 0;
-#endif
 }
 
 /* As `product_panels`, with the pairs made before. */
