@@ -1,4 +1,4 @@
-"""One request with its `n` replies, run on an engine: pieces of each reply as they come, and the end of each.
+"""A request's prompts with their `n` replies each, run on an engine: pieces of each reply as they come, and the end of each.
 
 Owns the copies, their merging, and that a client which leaves ends them all. Must not know HTTP or a protocol's words.
 """
@@ -6,7 +6,7 @@ Owns the copies, their merging, and that a client which leaves ends them all. Mu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -103,13 +103,17 @@ class _Reply:
 
 
 class Generation:
-    """Runs a `Work`; iterate it once. `stop` ends it from outside with an error."""
+    """Runs works side by side; iterate `run` once. Replies are numbered through. `stop` ends all from outside with an error."""
 
-    def __init__(self, served: Served, work: Work) -> None:
+    def __init__(self, served: Served, works: Sequence[Work]) -> None:
         """Raises ValueError for stop strings that cannot be."""
-        self._served, self._work = served, work
-        self._replies = [_Reply(served, work, index) for index in range(work.request.sampling.n)]
+        self._served = served
         self._queue: asyncio.Queue[Piece | Ended | ApiError] = asyncio.Queue()
+        self._replies: list[tuple[_Reply, Request]] = []
+        for work in works:
+            for sampling in work.request.sampling.copies():
+                reply = _Reply(served, work, len(self._replies))
+                self._replies.append((reply, replace(work.request, sampling=sampling)))
 
     def stop(self, error: ApiError) -> None:
         """End with this error after what has come already."""
@@ -117,9 +121,7 @@ class Generation:
 
     async def run(self) -> AsyncIterator[Piece | Ended]:
         """Pieces and ends of all replies as they come. Raises ApiError; closing it ends the engine's requests."""
-        copies = self._work.request.sampling.copies()
-        requests = [replace(self._work.request, sampling=sampling) for sampling in copies]
-        tasks = [asyncio.create_task(self._one(*pair)) for pair in zip(self._replies, requests, strict=True)]
+        tasks = [asyncio.create_task(self._one(reply, request)) for reply, request in self._replies]
         open_ones = len(tasks)
         try:
             while open_ones:

@@ -5,8 +5,8 @@ Owns `EngineClient`, which `AsyncEngine` satisfies and tests replace by a script
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvist.engine.request import Event, Request
@@ -48,8 +48,8 @@ class ReadImage(Protocol):
 class Served:
     """A model that is served.
 
-    `context`: most tokens of prompt and reply together. `read_image` None: a model without vision. `gauges`: figures of now for
-    `/metrics`; `collectors`: objects for a Prometheus registry.
+    `context`: most tokens of prompt and reply together. `read_image` None: a model without vision. `collectors`: objects
+    for a Prometheus registry. `stopped`: why the engine serves no more, None while it does.
     """
 
     name: str
@@ -64,4 +64,4 @@ class Served:
     image_token_id: int | None = None
     read_image: Callable[[bytes], ReadImage] | None = None
     collectors: tuple[Any, ...] = ()
-    gauges: Callable[[], Mapping[str, float]] = field(default=dict)
+    stopped: Callable[[], str | None] = lambda: None

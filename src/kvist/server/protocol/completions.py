@@ -13,7 +13,6 @@ from kvist.server.grammars import format_grammar
 from kvist.server.protocol.chat import ChatMessage, StreamOptions, Thinking, Tool
 from kvist.server.protocol.parts import (
     Bias,
-    Json,
     ResponseFormat,
     checked_max_tokens,
     output_format,
@@ -64,7 +63,6 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     reasoning_effort: str | int | None = None
     thinking: Thinking | None = None
-    response_format: Json | None = None
     add_begin: bool = True
 
 

@@ -1,0 +1,165 @@
+"""The application: routes, the gate in front of them, and errors of the framework in our words.
+
+Owns which path leads where. Must not know what routes do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import HTTPException as FastApiError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from kvist.server.admission import Admission
+from kvist.server.body import Body
+from kvist.server.errors import ApiError
+from kvist.server.figures import Figures
+from kvist.server.gate import Gate, Keys, Names, error_body
+from kvist.server.protocol.chat import ChatRequest
+from kvist.server.protocol.completions import CompletionRequest, TokenizeRequest
+from kvist.server.protocol.messages import CountRequest, MessagesRequest
+from kvist.server.protocol.responses import ResponseRequest
+from kvist.server.routes import chat, completions, messages, responses
+from kvist.server.served import Served
+from kvist.server.service import Service
+from kvist.server.settings import ServerSettings, is_loopback
+
+Handler = Callable[[Service, Request], Awaitable[Any]]
+
+POSTS: dict[str, tuple[Handler, type[Body]]] = {
+    "/v1/chat/completions": (chat.create, ChatRequest),
+    "/v1/completions": (completions.create, CompletionRequest),
+    "/v1/responses": (responses.create, ResponseRequest),
+    "/v1/messages": (messages.create, MessagesRequest),
+    "/v1/messages/count_tokens": (messages.count, CountRequest),
+    "/tokenize": (completions.tokenize, TokenizeRequest),
+}
+ON_ENGINE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+
+
+def create_service(served: Served, settings: ServerSettings) -> Service:
+    """A model with its rules and figures."""
+    admission = Admission(
+        limit=settings.max_concurrency,
+        retry_after_s=settings.retry_after_s,
+        requests_per_minute=settings.requests_per_minute,
+        tokens_per_minute=settings.tokens_per_minute,
+    )
+    figures = Figures(served.collectors, {"running": lambda: admission.running, "draining": lambda: float(admission.draining)})
+    return Service(served, settings, admission, figures)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The ASGI application of a service."""
+    app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    for path, (handler, schema) in POSTS.items():
+        app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
+    app.add_api_route("/v1/responses/{number}", _bound(service, responses.stored), methods=["GET", "DELETE"])
+    _add_operations(app, service)
+    app.add_exception_handler(ApiError, _on_api_error)
+    for kind in (HTTPException, FastApiError):
+        app.add_exception_handler(kind, _on_http_error)
+    settings = service.settings
+    gated: ASGIApp = Gate(
+        app,
+        keys=Keys(key.get_secret_value() for key in settings.api_keys),
+        names=Names(settings.allowed_hosts, settings.allowed_origins, loopback=is_loopback(settings.host)),
+        admission=service.admission,
+        figures=service.figures,
+        places=ON_ENGINE,
+    )
+    if settings.allowed_origins:
+        gated = CORSMiddleware(gated, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return gated
+
+
+def _bound(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        return await handler(service, request)
+
+    endpoint.__doc__ = handler.__doc__
+    return endpoint
+
+
+def _described(schema: type[Body]) -> dict[str, Any]:
+    """The body for OpenAPI, which is read by hand; definitions stand inside."""
+    shape = schema.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(shape)}}}}
+
+
+def _inlined(shape: dict[str, Any]) -> dict[str, Any]:
+    """The schema with its `$defs` in the places that refer to them; none of ours refers to itself."""
+    definitions = shape.pop("$defs", {})
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return visit(definitions[value["$ref"].rpartition("/")[2]])
+            return {name: visit(inner) for name, inner in value.items() if name != "discriminator"}
+        return [visit(inner) for inner in value] if isinstance(value, list) else value
+
+    result: dict[str, Any] = visit(shape)
+    return result
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    served = service.served
+
+    def model_shape(name: str) -> dict[str, Any]:
+        shape = {"id": name, "object": "model", "created": served.created, "owned_by": "kvist", "max_model_len": served.context}
+        # Anthropic's client reads the two below.
+        return {**shape, "type": "model", "display_name": name}
+
+    async def models() -> Response:
+        """The models served."""
+        names = [model_shape(name) for name in service.names]
+        return _json({"object": "list", "data": names, "has_more": False, "first_id": names[0]["id"], "last_id": names[-1]["id"]})
+
+    async def model(name: str) -> Response:
+        """One model."""
+        return _json(model_shape(service.require_model(name)))
+
+    async def live() -> Response:
+        """The process answers."""
+        return _json({"status": "live"})
+
+    async def health() -> Response:
+        """Ready for requests: 200, or 503 while draining or after the engine has stopped."""
+        service.admission.require_open()
+        if (reason := served.stopped()) is not None:
+            raise ApiError("engine_stopped", reason)
+        return _json({"status": "ready", "model": service.names[0]})
+
+    async def metrics() -> Response:
+        """Figures in Prometheus' text form."""
+        return Response(service.figures.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path, endpoint in (("/v1/models", models), ("/live", live), ("/health", health), ("/metrics", metrics)):
+        app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], response_class=Response)
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value, ensure_ascii=False), media_type="application/json")
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = error.headers()
+    if error.code in ("body_too_large", "body_timeout"):
+        headers["connection"] = "close"  # what is left of the body is not read
+    return JSONResponse(error_body(request.url.path, error), status_code=error.status, headers=headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    code = "method_not_allowed" if status == 405 else "not_found"
+    told = ApiError(code, f"{request.method} leads nowhere here; docs/server.md lists the routes")
+    return await _on_api_error(request, told)
