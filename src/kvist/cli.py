@@ -212,6 +212,21 @@ def generate(
     run_generate(model, read_prompt(prompt, prompt_file), params, options, _errors())
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Every setting of docs/server.md is a flag: kvist serve MODEL -- --help lists them.",
+)
+def serve(
+    context: typer.Context,
+    model: Model,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings, behind flags and KVIST_SERVE_ variables")] = None,
+) -> None:
+    """Serve a model to OpenAI and Anthropic clients over HTTP (needs kvist[serve])."""
+    from kvist.server.main import serve as run_server
+
+    run_server(model, context.args, config)
+
+
 @app.command()
 def demo(model: Annotated[str, typer.Argument(metavar="MODEL", help="a model to show")] = "nano") -> None:
     """The main job on real text: continue a book, read 16K tokens and continue them, then the figures."""

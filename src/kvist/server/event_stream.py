@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvist.server.errors import ApiError
@@ -29,7 +30,7 @@ def named_event(value: dict[str, Any]) -> str:
     return f"event: {value['type']}\n{data_line(value)}"
 
 
-class EventStream:
+class EventStream(Response):
     """An ASGI response that sends what `events` yields.
 
     `first` has been taken from it already, if anything came soon. `on_error`: an ApiError as text of this stream. When the
@@ -44,6 +45,7 @@ class EventStream:
         keepalive_s: float,
         on_error: Callable[[ApiError], str],
     ) -> None:
+        super().__init__()
         self._events, self._pending = events, pending
         self._keepalive_s, self._on_error = keepalive_s, on_error
 

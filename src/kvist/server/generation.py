@@ -9,14 +9,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvist.engine.request import FinishedEvent, Request, TokenEvent, Usage
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.errors import ApiError, failed, refused
 from kvist.server.reply_stream import ReplyStream
 from kvist.server.served import Served
 from kvist.server.token_text import TokenText
 from kvist.text import Event
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.admission import Admission
 from kvist.server.body import Body, ClientDisconnect, read_body, wait_disconnect
 from kvist.server.errors import ApiError, refused
@@ -24,6 +23,9 @@ from kvist.server.served import Served
 from kvist.server.settings import ServerSettings
 from kvist.server.wish import Caller
 from kvist.text import Event, Reply, collect
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.errors import ApiError
 from kvist.server.event_stream import EventStream, data_line
 from kvist.server.generation import Ended, Piece, Work
@@ -20,6 +19,9 @@ from kvist.server.protocol.chat import ChatRequest, chat_wish
 from kvist.server.service import Choice, Service, Usage
 from kvist.server.wish import chat_work
 from kvist.text import ContentDelta, Event, ReasoningDelta, Tokenizer, ToolArgumentsDelta, ToolCallStart
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 DONE = "data: [DONE]\n\n"
 

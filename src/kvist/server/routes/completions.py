@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.errors import ApiError, refused
 from kvist.server.event_stream import EventStream, data_line
 from kvist.server.generation import Ended, Piece, Work
@@ -23,6 +22,9 @@ from kvist.server.routes.chat import DONE, error_line, usage_shape
 from kvist.server.service import Choice, Service, Usage
 from kvist.server.wish import count_prompt
 from kvist.text import ContentDelta, Event, Tokenizer
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 
 async def create(service: Service, request: Request) -> JSONResponse | EventStream:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.errors import ApiError
 from kvist.server.event_stream import EventStream, named_event
 from kvist.server.generation import Ended, Piece, Work
@@ -21,6 +20,9 @@ from kvist.server.routes.chat import chat_logprob
 from kvist.server.routes.response_items import ResponseItems, Shape
 from kvist.server.service import Service, Usage
 from kvist.server.wish import chat_work
+
+if TYPE_CHECKING:
+    from kvist.engine.sampling.logprobs import TokenLogprobs
 
 
 async def create(service: Service, request: Request) -> JSONResponse | EventStream:

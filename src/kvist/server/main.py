@@ -1,0 +1,141 @@
+"""Running a server: a launched engine behind the application, uvicorn around it, a graceful end on SIGTERM.
+
+Owns the life of the process. `launch` comes from the engine's side, which loads the model; nothing of it is imported before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from kvist.server.app import create_app, create_service
+from kvist.server.logs import configure, note
+from kvist.server.served import Served
+from kvist.server.service import Service
+from kvist.server.settings import ServerSettings, read_settings
+
+if TYPE_CHECKING:
+    from kvist.engine.launch import Launched
+
+
+class DrainingServer(uvicorn.Server):
+    """Stops in order: not ready, (a while later) no new connections, running requests to their end or their deadline."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._service, self._on_ready = service, on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does; then the port is known."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started:
+            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal drains, a second one ends at once."""
+        if self._service.admission.draining or self._loop is None:
+            super().handle_exit(sig, frame)
+            self.force_exit = self.force_exit or sig in (signal.SIGINT, signal.SIGTERM)
+            return
+        note("draining", signal=signal.Signals(sig).name, running=self._service.admission.running)
+        self._service.admission.draining = True
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._service.settings.drain_delay_s, self._stop_listening)
+
+    def _stop_listening(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listening sockets, give running requests their time, end the rest with an error that says why."""
+        draining = asyncio.ensure_future(self._service.admission.drain(self._service.settings.drain_s))
+        await super().shutdown(sockets)
+        whole = await draining
+        note("drained", all_ended=whole)
+
+
+def serve_app(service: Service, *, on_ready: Callable[[int], None] | None = None) -> DrainingServer:
+    """The server of a service, to be run by `serve()` or `run()`. `on_ready` gets the port."""
+    settings = service.settings
+
+    def ready(port: int) -> None:
+        note("ready", address=f"http://{settings.host}:{port}", model=service.names[0], context=service.served.context)
+        if on_ready is not None:
+            on_ready(port)
+
+    config = uvicorn.Config(
+        create_app(service),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(settings.drain_s) + 5,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    return DrainingServer(config, service, ready)
+
+
+def serve(model: str, arguments: list[str], config: Path | None = None) -> None:
+    """`kvist serve MODEL`: settings, model, server, until a signal. Raises ValueError and named errors for what cannot be."""
+    settings = read_settings(arguments, config=config)
+    configure(settings.log_level, settings.log_format)
+    asyncio.run(_serve(model, settings))
+
+
+async def _serve(model: str, settings: ServerSettings) -> None:
+    from kvist.engine.launch import LaunchOptions, launch
+
+    note("loading", model=model)
+    options = LaunchOptions(**{field.name: getattr(settings, field.name) for field in fields(LaunchOptions)})
+    launched = await asyncio.to_thread(launch, model, options)
+    try:
+        service = create_service(served_model(launched), settings)
+        await serve_app(service).serve()
+    except OSError as error:
+        note("failed", level=logging.ERROR, reason=str(error))
+        raise
+    finally:
+        await launched.close()
+        note("closed")
+
+
+def served_model(launched: Launched) -> Served:
+    """What the routes need of a launched engine."""
+    from kvist.engine.gauges import gauges
+    from kvist.engine.launch import image_reader
+    from kvist.engine.metrics import collector
+
+    client, engine = launched.engine, launched.engine.engine
+    model = engine.model
+
+    def stopped() -> str | None:
+        return None if client._thread.is_alive() else "the engine has stopped; restart the server"
+
+    return Served(
+        name=launched.folder.name,
+        engine=client,
+        tokenizer=launched.tokenizer,
+        context=engine.plan.context,
+        vocab_size=model.config.vocab_size,
+        bos_id=model.config.bos_token_id,
+        eos_id=model.config.eos_token_id,
+        created=launched.created,
+        fingerprint=f"fp_{launched.fingerprint.hex()[:16]}",
+        image_token_id=model.config.image_token_id,
+        read_image=image_reader(model),
+        collectors=(collector(engine.metrics, lambda: gauges(engine)),),
+        stopped=stopped,
+    )
