@@ -3,7 +3,7 @@
 Owns `GpuUnavailable` and the panel layout. Triton itself is imported only by the `gpu` modules. Must not know layers.
 """
 
-from kvist.kernels.device.panels import PanelWeight, pack_fp4_panels, pack_fp8_panels, unpack_panels
+from kvist.kernels.device.panels import PanelWeight, pack_fp4_panels, pack_fp8_panels, stack_panels, unpack_panels
 from kvist.kernels.device.require import GpuUnavailable, interpreted, require_bfloat16, require_gpu
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "pack_fp8_panels",
     "require_bfloat16",
     "require_gpu",
+    "stack_panels",
     "unpack_panels",
 ]

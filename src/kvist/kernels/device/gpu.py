@@ -16,26 +16,23 @@ FP8_RECIPROCAL = tl.constexpr(0.002232142857142857)
 FP8_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4
 JUST_BELOW_TWO = tl.constexpr(1.9999998807907104)
 
-# $4: four code bytes; $5 $6: factors of the low half, $7 $8: of the high half, each for four elements.
-# A byte is moved to the top of 16 bits; sign and magnitude then need a shift and two logical operations to be bfloat16 bits.
+# $4: two words of four codes; $5 to $8: the factors of the four runs, each for two elements. See FP4_BITS in panels.py.
 _FP4_ASM = tl.constexpr("""
 {
-  .reg .b32 p, q, t, s;
-  prmt.b32 p, $4, 0, 0x1404;
-  prmt.b32 q, $4, 0, 0x3424;
-  shr.u32 t, p, 2;  and.b32 t, t, 0x01C001C0;  shl.b32 s, p, 4;  lop3.b32 t, s, 0x80008000, t, 0xEA;  mul.bf16x2 $0, t, $5;
-  shr.u32 t, q, 2;  and.b32 t, t, 0x01C001C0;  shl.b32 s, q, 4;  lop3.b32 t, s, 0x80008000, t, 0xEA;  mul.bf16x2 $1, t, $6;
-  shr.u32 t, p, 6;  and.b32 t, t, 0x01C001C0;  lop3.b32 t, p, 0x80008000, t, 0xEA;  mul.bf16x2 $2, t, $7;
-  shr.u32 t, q, 6;  and.b32 t, t, 0x01C001C0;  lop3.b32 t, q, 0x80008000, t, 0xEA;  mul.bf16x2 $3, t, $8;
+  .reg .b32 t, s;
+  and.b32 t, $4, 0x81C081C0;  mul.bf16x2 $0, t, $5;
+  shl.b32 t, $4, 3;  and.b32 t, t, 0x81C081C0;  mul.bf16x2 $1, t, $6;
+  shl.b32 t, $4, 6;  and.b32 t, t, 0x81C081C0;  mul.bf16x2 $2, t, $7;
+  shr.u32 t, $4, 4;  and.b32 t, t, 0x00C000C0;  shr.u32 s, $4, 5;  lop3.b32 t, s, 0x01000100, t, 0xEA;
+  shl.b32 s, $4, 1;  lop3.b32 t, s, 0x80008000, t, 0xEA;  mul.bf16x2 $3, t, $8;
 }
 """)
+# $2: two words of two codes; $3 $4: factors of both runs.
 _FP8_ASM = tl.constexpr("""
 {
-  .reg .b32 p, q, t;
-  prmt.b32 p, $2, 0, 0x1404;
-  prmt.b32 q, $2, 0, 0x3424;
-  and.b32 t, p, 0x7F007F00;  shr.u32 t, t, 4;  lop3.b32 t, p, 0x80008000, t, 0xEA;  mul.bf16x2 $0, t, $3;
-  and.b32 t, q, 0x7F007F00;  shr.u32 t, t, 4;  lop3.b32 t, q, 0x80008000, t, 0xEA;  mul.bf16x2 $1, t, $4;
+  .reg .b32 t, s;
+  shl.b32 t, $2, 4;  and.b32 t, t, 0x07F007F0;  shl.b32 s, $2, 8;  lop3.b32 t, s, 0x80008000, t, 0xEA;  mul.bf16x2 $0, t, $3;
+  shr.u32 t, $2, 4;  and.b32 t, t, 0x07F007F0;  lop3.b32 t, $2, 0x80008000, t, 0xEA;  mul.bf16x2 $1, t, $4;
 }
 """)
 
@@ -59,74 +56,98 @@ def operand(x, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def fp4_pair(byte, low_scale, high_scale, PLAIN: tl.constexpr):
-    """Code bytes [N,32] and E8M0 bytes [N,1] of both halves -> values of the low and the high nibbles."""
+def _factor(scales, RUN: tl.constexpr, BIAS: tl.constexpr, PLAIN: tl.constexpr):
+    """Byte RUN of each word as the power of two of its scale and 2^BIAS: the exponent field is scale + BIAS."""
+    exponent = ((scales >> (8 * RUN)) & 255) + BIAS
     if PLAIN:
-        word = byte.to(tl.int32)
-        low = ((word & 7) << 22) | ((word & 8) << 28)
-        high = ((word & 0x70) << 18) | ((word & 0x80) << 24)
-        # Shifted into place, a code's bits are its value times 2^-126; the factor makes up for it.
-        low_factor = ((low_scale.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)
-        high_factor = ((high_scale.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)
-        return low.to(tl.float32, bitcast=True) * low_factor, high.to(tl.float32, bitcast=True) * high_factor
-    low_factor = ((low_scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    high_factor = ((high_scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    byte, low_factor = tl.broadcast(byte, low_factor)
-    byte, high_factor = tl.broadcast(byte, high_factor)
+        return (exponent << 23).to(tl.float32, bitcast=True)
+    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def fp4_values(word, scales, PLAIN: tl.constexpr):
+    """Words [N,32] of four codes and scales [N,1] -> values of the four runs. A code's bits are its value times 2^-126."""
+    f0, f1 = _factor(scales, 0, 126, PLAIN), _factor(scales, 1, 126, PLAIN)
+    f2, f3 = _factor(scales, 2, 126, PLAIN), _factor(scales, 3, 126, PLAIN)
+    if PLAIN:
+        w = word.to(tl.int32)
+        b0 = w & 0x81C0
+        b1 = (w << 3) & 0x81C0
+        b2 = (w << 6) & 0x81C0
+        b3 = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
+        return (
+            (b0 << 16).to(tl.float32, bitcast=True) * f0, (b1 << 16).to(tl.float32, bitcast=True) * f1,
+            (b2 << 16).to(tl.float32, bitcast=True) * f2, (b3 << 16).to(tl.float32, bitcast=True) * f3,
+        )  # fmt: skip
+    _, f0 = tl.broadcast(word, f0)
+    _, f1 = tl.broadcast(word, f1)
+    _, f2 = tl.broadcast(word, f2)
+    _, f3 = tl.broadcast(word, f3)
     return tl.inline_asm_elementwise(
-        _FP4_ASM, "=r,=r,=r,=r,r,r,r,r,r", [byte, low_factor, high_factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
-        pack=4,
+        _FP4_ASM, "=r,=r,=r,=r,r,r,r,r,r", [word, f0, f1, f2, f3],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def fp8_values(byte, scale, PLAIN: tl.constexpr):
-    """Code bytes [N,32] and E8M0 bytes [N,1] -> values."""
+def fp8_values(word, f0, f1, PLAIN: tl.constexpr):
+    """Words [N,32] of two codes and factors [N,1] of both runs -> values. A code's bits are its value times 2^-120."""
     if PLAIN:
-        word = byte.to(tl.int32)
-        bits = ((word & 0x7F) << 20) | ((word & 0x80) << 24)
-        return bits.to(tl.float32, bitcast=True) * ((scale.to(tl.int32) + 120) << 23).to(tl.float32, bitcast=True)
-    factor = ((scale.to(tl.int16) + 120) << 7).to(tl.bfloat16, bitcast=True)
-    byte, factor = tl.broadcast(byte, factor)
+        w = word.to(tl.int32)
+        low = ((w << 8) & 0x8000) | ((w << 4) & 0x07F0)
+        high = (w & 0x8000) | ((w >> 4) & 0x07F0)
+        return (low << 16).to(tl.float32, bitcast=True) * f0, (high << 16).to(tl.float32, bitcast=True) * f1
+    _, f0 = tl.broadcast(word, f0)
+    _, f1 = tl.broadcast(word, f1)
     return tl.inline_asm_elementwise(
-        _FP8_ASM, "=r,=r,r,r,r", [byte, factor], dtype=tl.bfloat16, is_pure=True, pack=4
+        _FP8_ASM, "=r,=r,r,r,r", [word, f0, f1], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
     )
 
 
 @triton.jit
-def panel_product(acc, codes, scales, x, row, alive, FIRST: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr,
-                  K: tl.constexpr, N: tl.constexpr, FP4: tl.constexpr, PAIRED: tl.constexpr, PLAIN: tl.constexpr,
-                  first=0):  # fmt: skip
-    """acc [N,T] += panels' outputs x rows, over chunks first + FIRST to first + LAST.
+def _rows_run(x, row, alive, begin, K: tl.constexpr, WHOLE: tl.constexpr, PLAIN: tl.constexpr):
+    """Inputs begin to begin + 31 of the rows, [32,T]."""
+    inner = begin + tl.arange(0, 32)
+    there = alive[None, :]
+    if not WHOLE:
+        there = there & (inner < K)[:, None]
+    return operand(tl.load(x + row[None, :] + inner[:, None], mask=there, other=0.0), PLAIN)
+
+
+@triton.jit
+def panel_product(acc, codes, scales, x, row, alive, first, STEPS: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                  FP4: tl.constexpr, PAIRED: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    """acc [N,T] += panels' outputs x rows, over STEPS chunks from `first` on.
 
     `codes`, `scales` point to the first panel; `x` to the first input of row 0; `row` int64 [T] are offsets of the rows,
     `alive` which of them exist.
     """
+    RUNS: tl.constexpr = 4 if FP4 else 2
+    CHUNKS: tl.constexpr = (K + 32 * RUNS - 1) // (32 * RUNS)
+    WHOLE: tl.constexpr = K % (32 * RUNS) == 0
     n, k = tl.arange(0, N), tl.arange(0, 32)
     panel, r = n // 64, n % 64
-    part = r % 2 if PAIRED else r // 32
-    for step in range(FIRST, LAST):
-        chunk = first + step
-        at = panel * CHUNKS + chunk
-        inner = chunk * 64 + k
-        there = alive[None, :]
-        beyond = alive[None, :]
-        if K % 64 != 0:
-            there = there & (inner < K)[:, None]
-            beyond = beyond & (inner + 32 < K)[:, None]
-        x_low = tl.load(x + row[None, :] + inner[:, None], mask=there, other=0.0)
-        x_high = tl.load(x + row[None, :] + inner[:, None] + 32, mask=beyond, other=0.0)
+    for step in range(STEPS):
+        at = panel * CHUNKS + first + step
+        begin = (first + step) * (32 * RUNS)
+        word = tl.load(codes + (at * 2048 + r * 32)[:, None] + k[None, :])
+        x0 = _rows_run(x, row, alive, begin, K, WHOLE, PLAIN)
+        x1 = _rows_run(x, row, alive, begin + 32, K, WHOLE, PLAIN)
         if FP4:
-            byte = tl.load(codes + (at * 2048 + r * 32)[:, None] + k[None, :])
-            low_scale = tl.load(scales + at * 128 + r)
-            high_scale = tl.load(scales + at * 128 + 64 + r)
-            low, high = fp4_pair(byte, low_scale[:, None], high_scale[:, None], PLAIN)
+            x2 = _rows_run(x, row, alive, begin + 64, K, WHOLE, PLAIN)
+            x3 = _rows_run(x, row, alive, begin + 96, K, WHOLE, PLAIN)
+            w0, w1, w2, w3 = fp4_values(word, tl.load(scales + at * 64 + r)[:, None], PLAIN)
+            acc = tl.dot(w0, x0, acc)
+            acc = tl.dot(w1, x1, acc)
+            acc = tl.dot(w2, x2, acc)
+            acc = tl.dot(w3, x3, acc)
         else:
-            place = codes + (at * 4096 + r * 64)[:, None] + k[None, :]
-            low = fp8_values(tl.load(place), tl.load(scales + at * 4 + part)[:, None], PLAIN)
-            high = fp8_values(tl.load(place + 32), tl.load(scales + at * 4 + 2 + part)[:, None], PLAIN)
-        acc = tl.dot(low, operand(x_low, PLAIN), acc)
-        acc = tl.dot(high, operand(x_high, PLAIN), acc)
+            # Both runs of an output's block are two bytes of one word.
+            part = r % 2 if PAIRED else r // 32
+            pair = (tl.load(scales + at) >> (16 * part))[:, None]
+            w0, w1 = fp8_values(word, _factor(pair, 0, 120, PLAIN), _factor(pair, 1, 120, PLAIN), PLAIN)
+            acc = tl.dot(w0, x0, acc)
+            acc = tl.dot(w1, x1, acc)
     return acc
 
 

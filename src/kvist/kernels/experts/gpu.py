@@ -109,16 +109,15 @@ def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order
         return
     N: tl.constexpr = 64 * PANELS
     F: tl.constexpr = R // 2
-    CHUNKS: tl.constexpr = (K + 63) // 64
-    SIZE: tl.constexpr = 2048 if FP4 else 4096
-    SCALES: tl.constexpr = 128 if FP4 else 4
+    CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
+    SCALES: tl.constexpr = 64 if FP4 else 1
     t = tl.arange(0, T)
     alive = t < tl.load(rows + tile)
     choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
     panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
     acc = panel_product(
-        tl.zeros([N, T], tl.float32), codes + panel * SIZE, scales + panel * SCALES, x, (choice // S).to(tl.int64) * K, alive,
-        0, CHUNKS, CHUNKS, K, N, FP4, True, PLAIN,
+        tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x, (choice // S).to(tl.int64) * K, alive,
+        0, CHUNKS, K, N, FP4, True, PLAIN,
     )  # fmt: skip
     gate, up = tl.split(tl.permute(tl.reshape(rounded(acc, PLAIN), (N // 2, 2, T)), (0, 2, 1)))
     gate = tl.where(gate > limit, limit, gate)
@@ -138,9 +137,8 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
           MOST: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     N: tl.constexpr = 64 * PANELS
-    CHUNKS: tl.constexpr = (K + 63) // 64
-    SIZE: tl.constexpr = 2048 if FP4 else 4096
-    SCALES: tl.constexpr = 128 if FP4 else 4
+    CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
+    SCALES: tl.constexpr = 64 if FP4 else 1
     d = tl.program_id(0) * N + tl.arange(0, N)
     tiles = tl.load(head)
     if tile >= tiles:
@@ -156,8 +154,8 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
     choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
     panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
     acc = panel_product(
-        tl.zeros([N, T], tl.float32), codes + panel * SIZE, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
-        0, CHUNKS, CHUNKS, K, N, FP4, False, PLAIN,
+        tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
+        0, CHUNKS, K, N, FP4, False, PLAIN,
     )  # fmt: skip
     place = choice.to(tl.int64)[None, :] * R + d[:, None]
     tl.store(each + place, rounded(acc, PLAIN).to(each.dtype.element_ty), mask=alive[None, :] & (d < R)[:, None])
