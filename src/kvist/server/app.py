@@ -61,7 +61,9 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (handler, schema) in POSTS.items():
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
-    app.add_api_route("/v1/responses/{number}", _bound(service, responses.stored), methods=["GET", "DELETE"])
+    for method in ("GET", "DELETE"):
+        path = "/v1/responses/{number}"
+        app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
     _add_operations(app, service)
     app.add_exception_handler(ApiError, _on_api_error)
     for kind in (HTTPException, FastApiError):

@@ -109,7 +109,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = number
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = answered["request-id"] = number  # OpenAI's client reads one, Anthropic's the other
             await send(message)
 
         try:

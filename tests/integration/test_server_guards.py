@@ -1,0 +1,244 @@
+"""The door and the operations: keys, names, limits, hostile bodies, keep-alive, deadlines, clients that leave, draining."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+
+from kvist.engine.errors import DeadlineExceeded, EngineStopped
+from tests.server_fakes import Live, Pause, says, serving
+
+KEY = "kv-a-very-secret-key"
+CHAT = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    """Poll; fails after a while."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """Missing and wrong keys get 401 on all but /live and /health; no key is ever in a log line."""
+    caplog.set_level(logging.DEBUG)
+    with serving(says("hi"), api_keys=[KEY, "another-key-of-mine"]) as live, live.http() as http:
+        for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/no/such/path"):
+            assert http.get(path).status_code == 401, path
+        for headers in ({"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": KEY}, {"x-api-key": "wrong-key-9"}):
+            answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert http.get("/live").status_code == http.get("/health").status_code == 200
+        assert live.openai(KEY).chat.completions.create(**CHAT).choices[0].message.content == ""
+        live.anthropic("another-key-of-mine").messages.create(max_tokens=9, **CHAT)
+        tenants = {request.tenant for request in live.engine.requests}
+        salts = {request.salt for request in live.engine.requests}
+        assert len(tenants) == len(salts) == 2
+        http.get(f"/v1/{KEY}", headers={"authorization": f"Bearer {KEY}"}, params={"key": KEY})
+        http.post("/v1/chat/completions", json={"api_key": KEY}, headers={"authorization": f"Bearer {KEY}"})
+    ours = [record for record in caplog.records if record.name.startswith(("kvist", "uvicorn", "fastapi", "starlette"))]
+    text = "\n".join(f"{record.getMessage()} {getattr(record, 'fields', '')} {record.exc_text}" for record in ours)
+    assert "/v1/chat/completions" in text
+    for secret in (KEY, KEY[:-1], "another-key-of-mine", "wrong-key-9", "hello"):
+        assert secret not in text, "a key or a prompt was logged"
+
+
+def test_host_and_origin() -> None:
+    with serving(says("hi"), allowed_hosts=["box.example"], allowed_origins=["https://app.example"]) as live, live.http() as http:
+        for host, status in (("evil.example", 403), ("localhost:1", 200), ("box.example", 200), ("127.0.0.1.evil.example", 403)):
+            assert http.get("/v1/models", headers={"host": host}).status_code == status, host
+        for origin, status in ((live.url, 200), ("https://app.example", 200), ("https://evil.example", 403), ("null", 403)):
+            answer = http.get("/v1/models", headers={"origin": origin})
+            assert answer.status_code == status, origin
+        allowed = http.get("/v1/models", headers={"origin": "https://app.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def hostile_bodies() -> list[tuple[str, bytes, int]]:
+    head = b'{"model": "nano", "messages": [{"role": "user", "content": "x"}], "metadata": '
+    return [
+        ("nested", head + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        ("nested objects", head + b'{"a":' * 500 + b"1" + b"}" * 501, 400),
+        ("cut", head, 400),
+        ("empty", b"", 400),
+        ("not UTF-8", b'{"model": "\xff\xfe"}', 400),
+        ("NaN", head + b'{"a": NaN}}', 400),
+        ("no object", b"[1, 2]", 400),
+        ("many digits", head + b'{"a": ' + b"9" * 20_000 + b"}}", 400),
+        ("lone surrogate", b'{"model": "nano", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ("too large", b" " * 200_000, 413),
+    ]
+
+
+def test_hostile_bodies() -> None:
+    """SRV-11: 400 or 413 quickly, in all routes; the server lives on."""
+    with serving(says("hi"), max_body_bytes=2_000_000) as live, live.http() as http:
+        for name, body, status in hostile_bodies():
+            for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+                began = time.monotonic()
+                answer = http.post(path, content=body if status == 400 else body * 20)
+                assert answer.status_code == status, (name, path, answer.text[:200])
+                assert time.monotonic() - began < 2, name
+                assert answer.json()["error"]["message"]
+        assert live.openai().chat.completions.create(**CHAT).choices
+        assert len(live.engine.requests) == 1
+
+
+def test_chunked_body_beyond_the_limit() -> None:
+    with serving(says("hi"), max_body_bytes=10_000) as live, live.http() as http, contextlib.suppress(httpx.WriteError):
+        answer = http.post("/v1/completions", content=(b"x" * 1000 for _ in range(100)))
+        assert answer.status_code == 413
+
+
+def test_slow_body_is_given_up() -> None:
+    """Slow-loris: a body that never ends gets 408 and the connection closed."""
+    with serving(says("hi"), body_timeout_s=0.2) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+            answer = b"".join(iter(lambda: raw.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert live.service.admission.running == 0
+
+
+def test_too_many_at_a_time() -> None:
+    with serving(says("a", Pause(30), "b"), max_concurrency=2, retry_after_s=7) as live, live.http() as http:
+        clients = [live.http() for _ in range(2)]
+        streams = [client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) for client in clients]
+        with contextlib.ExitStack() as held:
+            for stream in streams:
+                held.enter_context(stream)
+            wait_until(lambda: live.service.admission.running == 2)
+            answer = http.post("/v1/chat/completions", json=CHAT)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+            assert http.get("/health").status_code == 200, "busy is not unready"
+            assert "kvist_server_running 2.0" in http.get("/metrics").text
+        for client in clients:
+            client.close()
+        wait_until(lambda: live.service.admission.running == 0)
+        assert live.engine.left_early == 2
+
+
+def test_clients_that_leave() -> None:
+    """SRV-05: streaming or not, a client that goes ends its request; places come back every time."""
+    with serving(says("a", Pause(60), "b"), max_concurrency=4) as live:
+        for number in range(6):
+            with live.http() as http, contextlib.suppress(httpx.ReadTimeout):
+                http.post("/v1/chat/completions", json=CHAT | {"stream": bool(number % 2)}, timeout=0.2)
+            wait_until(lambda: live.engine.open == 0 and live.service.admission.running == 0)
+        assert live.engine.left_early == len(live.engine.requests) == 6
+
+
+def test_keepalive_while_nothing_comes() -> None:
+    """SRV-13: headers and comments at once, and the comments are no events to a client."""
+    with serving(says(Pause(0.5), "late</think>text"), headers_after_s=0.05, keepalive_s=0.1) as live, live.http() as http:
+        began, lines = time.monotonic(), []
+        with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+            assert time.monotonic() - began < 0.4, "headers wait for the first token"
+            lines = list(answer.iter_lines())
+        assert sum(line.startswith(":") for line in lines) >= 3
+        chunks = list(live.openai().chat.completions.create(stream=True, **CHAT))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "text"
+        with live.anthropic().messages.stream(max_tokens=99, **CHAT) as stream:
+            assert stream.get_final_text() == "text"
+
+
+def test_late_errors_are_events_and_early_ones_statuses() -> None:
+    for pause, kind in ((0.0, openai.APIStatusError), (0.3, openai.APIError)):
+        with serving(says(Pause(pause), DeadlineExceeded("not within 1 s")), headers_after_s=0.1) as live:
+            client = live.openai()
+            with pytest.raises(kind, match="not within") as caught:
+                list(client.chat.completions.create(stream=True, **CHAT))
+            assert isinstance(caught.value, openai.APIStatusError) == (not pause)
+    with serving(says(EngineStopped("closed"))) as live, pytest.raises(openai.APIStatusError) as stopped:
+        live.openai().chat.completions.create(**CHAT)
+    assert stopped.value.status_code == 503
+
+
+def test_quota_of_a_key() -> None:
+    with serving(says("hi"), requests_per_minute=2, api_keys=[KEY, "other"]) as live:
+        for _ in range(2):
+            live.openai(KEY).chat.completions.create(**CHAT)
+        with pytest.raises(openai.RateLimitError) as caught:
+            live.openai(KEY).chat.completions.create(**CHAT)
+        assert caught.value.code == "quota_exceeded"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        live.openai("other").chat.completions.create(**CHAT)
+    with serving(says("hi"), tokens_per_minute=30) as live:
+        live.openai().chat.completions.create(**CHAT)
+        with pytest.raises(openai.RateLimitError):
+            live.openai().chat.completions.create(**CHAT)
+
+
+def test_request_ids_and_unknown_paths() -> None:
+    with serving(says("hi")) as live, live.http() as http:
+        assert http.get("/live", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        assert len(http.get("/live", headers={"x-request-id": "bad id!"}).headers["x-request-id"]) == 24
+        answer = http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-2"})
+        assert answer.json()["id"] == "chatcmpl-mine-2"
+        for path in ("/nope", "/v1/models/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd"):
+            answer = http.get(path)
+            assert answer.status_code == 404, path
+            assert "root:" not in answer.text
+        assert http.get("/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
+        figures = http.get("/metrics").text
+        assert 'route="/v1/chat/completions",status="200"' in figures
+        assert "passwd" not in figures, "a client's path became a label"
+
+
+def drained(live: Live, drain_s: float) -> list[object]:
+    """Start a stream, begin to stop the server in its own thread as a signal would, and collect what the stream says."""
+    got: list[object] = []
+
+    def read() -> None:
+        try:
+            got.extend(live.openai().chat.completions.create(stream=True, **CHAT))
+        except openai.APIError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: live.engine.open == 1)
+    live.service.settings.drain_s = drain_s
+    live.service.admission.draining = True
+    with live.http() as http:
+        answer = http.get("/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
+        assert http.get("/live").status_code == 200
+    return [thread, got]
+
+
+def test_draining_lets_requests_end() -> None:
+    with serving(says("a</think>b", Pause(0.5), "c")) as live:
+        thread, got = drained(live, 10)
+    thread.join(5)  # type: ignore[attr-defined]
+    texts = [chunk.choices[0].delta.content or "" for chunk in got]  # type: ignore[attr-defined]
+    assert "".join(texts) == "bc"
+
+
+def test_draining_ends_what_takes_too_long_with_a_reason() -> None:
+    with serving(says("a</think>b", Pause(60), "c")) as live:
+        thread, got = drained(live, 0.2)
+    thread.join(5)  # type: ignore[attr-defined]
+    assert isinstance(got[-1], openai.APIError)  # type: ignore[index]
+    assert "shut down" in str(got[-1])  # type: ignore[index]
+
+
+def test_openapi_names_every_body() -> None:
+    with serving(says("hi")) as live, live.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+            schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema["additionalProperties"] is False
+            assert "$ref" not in json.dumps(schema)
