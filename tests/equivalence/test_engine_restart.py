@@ -12,6 +12,7 @@ from kvist.cache.store_errors import OtherModel
 from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine, store_model
+from kvist.engine.gauges import gauges
 from kvist.engine.request import Request
 from kvist.engine.sampler import SamplingParams
 from kvist.page_layout import PageLayout
@@ -130,6 +131,10 @@ def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
     tiers = second.engine.pages.tiers
     assert tiers is not None
     assert tiers.counters.misses >= 1
+    figures = gauges(second.engine)
+    assert figures["store_corrupt"] >= 1
+    assert figures["tier_misses"] == tiers.counters.misses
+    assert figures["pages_free"] + figures["pages_owned"] + figures["pages_cached"] == figures["pages_total"]
     stop(second)
 
 
