@@ -175,7 +175,7 @@ def fp8_group_scale(x, AXIS: tl.constexpr):
 def fake_fp8_groups(x, AXIS: tl.constexpr):
     """float32 with groups of 32 along AXIS -> the same rounded to FP8 under its scale; a broken group becomes NaN."""
     scale = fp8_group_scale(x, AXIS)
-    _, value = e4m3_steps(tl.abs(x) / scale)
+    _, value = e4m3_steps(tl.div_rn(tl.abs(x), tl.broadcast_to(scale, x.shape)))
     return tl.where(x < 0, -value, value) * scale
 
 

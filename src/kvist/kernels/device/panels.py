@@ -100,7 +100,9 @@ def pack_fp4_panels(codes: Tensor, scales: Tensor, up: tuple[Tensor, Tensor] | N
         code, scale = _pair(code, up[0].view(torch.uint8)), _pair(scale, up[1].view(torch.uint8))
     outputs, inputs = code.shape[0], 2 * code.shape[1]
     if scale.shape != (outputs, -(-inputs // RUN)):
-        raise ValueError(f"FP4 codes for {outputs} x {inputs} need scales {[outputs, -(-inputs // RUN)]}, got {list(scale.shape)}")
+        raise ValueError(
+            f"FP4 codes for {outputs} x {inputs} need scales {[outputs, -(-inputs // RUN)]}, got {list(scale.shape)}"
+        )
     _check_scales(scale, "fp4")
     runs = _pad(unpack_nibbles(code), PANEL, 4 * RUN).unflatten(1, (-1, 4, RUN)).to(torch.int32)
     words = torch.zeros_like(runs[:, :, 0])

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
+from kvist.kernels.device.arrivals import arrivals
 from kvist.kernels.device.gpu import fake_fp8_groups, panel_product, rounded, sigmoid
 from kvist.kernels.experts.bank import ResidentBank
 
@@ -36,7 +37,7 @@ class Shape(NamedTuple):
     stages: int
 
 
-DECODE = Shape(16, 1, 4, 4)
+DECODE = Shape(8, 1, 4, 4)
 PREFILL = Shape(128, 2, 8, 3)
 
 
@@ -219,17 +220,6 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     return plan
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _arrivals(size: int, device: torch.device) -> Tensor:
-    """Zeros that every launch leaves zero again. Grown to the next power of two, so that graphs keep theirs."""
-    key = (device, triton.next_power_of_2(size))
-    if key not in _counters:
-        _counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
-    return _counters[key]
-
-
 def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeight, limit: float, form: str | None,
                 shape: Shape) -> Tensor:  # fmt: skip
     """Quantised hidden rows of every choice, bfloat16 [N*S, F]; rows of choices that are not in the plan are not written."""
@@ -251,7 +241,7 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
     out = torch.empty(n, weight.outputs, dtype=torch.float32, device=hidden.device)
     panels, add = triton.cdiv(weight.outputs, 64 * shape.panels), n <= DECODE_ROWS
     _down[(panels, plan.most_tiles + 1)](
-        hidden, weight.codes, weight.scales, ids_NS, each, out, _arrivals(n * panels, hidden.device), *plan, n, S=s,
+        hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(n * panels, hidden.device), *plan, n, S=s,
         K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", ADD=add,
         MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

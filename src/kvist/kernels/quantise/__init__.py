@@ -1,12 +1,13 @@
 """Fake quantisation of activations and cache rows: the formats of `kvist.quant` by name.
 
-Implementations: `ref` (torch), `cpu` (native, the same bits).
+Implementations: `ref` (torch), `cpu` (native) and `gpu` (Triton), the same bits.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kvist.kernels.device import require_gpu
 from kvist.kernels.quantise.cpu import quantise_cpu
 from kvist.quant import fake_fp8, fake_main_fp4, fake_mxfp4, straight_through
 
@@ -23,6 +24,11 @@ def quantise(x: Tensor, form: str, *, impl: str = "ref") -> Tensor:
         raise ValueError(f"unknown format {form!r}; known: {', '.join(_REFERENCES)}")
     if impl == "cpu":
         return quantise_cpu(x, form, reference)
+    if impl == "gpu":
+        require_gpu()
+        from kvist.kernels.quantise.gpu import rows_gpu
+
+        return rows_gpu(x, form=form)
     if impl == "ref":
         return straight_through(reference, x)
-    raise ValueError(f"quantise has no impl {impl!r}; known: ref, cpu")
+    raise ValueError(f"quantise has no impl {impl!r}; known: ref, cpu, gpu")

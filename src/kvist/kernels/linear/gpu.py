@@ -1,0 +1,129 @@
+"""Rows times a stored FP8 (or FP4) weight on a GPU, by exact bfloat16 products of panels; inputs cut in parts for few rows.
+
+Few rows: a program owns 64 outputs and a part of the inputs; the last part to arrive adds all parts in their order, so bits
+never depend on timing. Many rows: wide tiles, whole inputs. Must not know layers.
+
+Shapes: N rows, I inputs, O outputs, G groups, T rows a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
+from kvist.kernels.device.arrivals import arrivals
+from kvist.kernels.device.gpu import panel_product, rounded
+from kvist.kernels.quantise import quantise
+
+PLAIN = interpreted()
+FEW_ROWS = 64
+
+
+class Cut(NamedTuple):
+    """How a launch is cut: rows a tile, panels a program, programs to aim for, warps, pipeline stages."""
+
+    tile: int
+    panels: int
+    programs: int
+    warps: int
+    stages: int
+
+
+ONE = Cut(8, 1, 528, 4, 4)
+FEW = Cut(16, 1, 528, 4, 4)
+MANY = Cut(128, 2, 0, 8, 3)
+
+
+@triton.jit
+def _product(x, codes, scales, out, parts, arrived, N_ROWS, K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr,
+             T: tl.constexpr, PANELS: tl.constexpr, SPLITS: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    N: tl.constexpr = 64 * PANELS
+    CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
+    SCALES: tl.constexpr = 64 if FP4 else 1
+    STEPS: tl.constexpr = CHUNKS // SPLITS
+    block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * T + tl.arange(0, T)
+    alive = t < N_ROWS
+    o = block * N + tl.arange(0, N)
+    group = block * N // (R // GROUPS)
+    panel = block.to(tl.int64) * PANELS * CHUNKS
+    acc = panel_product(
+        tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x + group * K,
+        t.to(tl.int64) * (K * GROUPS), alive, part * STEPS, STEPS, K, N, FP4, False, PLAIN,
+    )  # fmt: skip
+    inside = alive[None, :] & (o < R)[:, None]
+    place = t.to(tl.int64)[None, :] * R + o[:, None]
+    if SPLITS == 1:
+        tl.store(out + place, rounded(acc, PLAIN).to(out.dtype.element_ty), mask=inside)
+    else:
+        size = N_ROWS.to(tl.int64) * R
+        tl.store(parts + part * size + place, acc, mask=inside)
+        # A release that covers the whole program's stores, then an acquire before others' stores are read.
+        tl.debug_barrier()
+        counter = arrived + block * tl.num_programs(1) + tile
+        before = tl.atomic_add(counter, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before == SPLITS - 1:
+            total = tl.zeros([N, T], tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(parts + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(out + place, rounded(total, PLAIN).to(out.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)
+
+
+def cut_for(rows: int, weight: PanelWeight, groups: int) -> Cut:
+    """The cut for a number of rows."""
+    if rows <= 8:
+        return ONE
+    if rows <= FEW_ROWS:
+        return FEW
+    whole = (weight.outputs // groups) % (64 * MANY.panels) == 0
+    return MANY if whole else MANY._replace(panels=1, warps=4)
+
+
+def splits_for(cut: Cut, blocks: int, chunks: int) -> int:
+    """Parts of the inputs: the largest divisor of the chunks that stays within the programs aimed for."""
+    most = max(1, -(-cut.programs // blocks))
+    return max(part for part in range(1, min(most, chunks) + 1) if chunks % part == 0)
+
+
+def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Tensor:
+    """Contiguous bfloat16 rows [N, G*I] -> [N,O], float32 sums rounded once."""
+    n, outputs, inputs = len(x_NX), weight.outputs, weight.inputs
+    blocks, tiles = triton.cdiv(outputs, 64 * cut.panels), triton.cdiv(n, cut.tile)
+    splits = splits_for(cut, blocks * tiles, weight.codes.shape[2])
+    out = torch.empty(n, outputs, dtype=x_NX.dtype, device=x_NX.device)
+    parts = out if splits == 1 else torch.empty(splits, n, outputs, dtype=torch.float32, device=x_NX.device)
+    _product[(blocks, tiles, splits)](
+        x_NX, weight.codes, weight.scales, out, parts, arrivals(blocks * tiles, x_NX.device), n, K=inputs, R=outputs,
+        GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    return out
+
+
+def linear_gpu(x_NI: Tensor, w_OI: Tensor | PanelWeight, form: str | None, groups: int) -> Tensor:
+    """See `linear`. A `PanelWeight` runs here; a plain bfloat16 weight is a cuBLAS product (there is nothing to decode)."""
+    require_gpu()
+    require_bfloat16("linear", x_NI)
+    if form is not None:
+        x_NI = quantise(x_NI, form, impl="gpu")
+    if not isinstance(w_OI, PanelWeight):
+        x_NGI, w_GOI = x_NI.unflatten(-1, (groups, -1)), w_OI.unflatten(0, (groups, -1))
+        return torch.cat([F.linear(x_NGI[..., g, :], w_GOI[g]) for g in range(groups)], -1)
+    if w_OI.experts != 1 or w_OI.paired:
+        raise ValueError("linear takes the panels of one weight, not of experts or of a gate and an up; use experts")
+    if x_NI.shape[-1] != w_OI.inputs * groups:
+        raise ValueError(f"rows of {x_NI.shape[-1]} channels for a weight of {groups} x {w_OI.inputs} inputs")
+    if groups > 1 and (w_OI.outputs % groups or w_OI.outputs // groups % 64):
+        raise ValueError(f"{w_OI.outputs} outputs in {groups} groups: impl 'gpu' takes groups of a multiple of 64; use 'ref'")
+    flat = x_NI.reshape(-1, x_NI.shape[-1]).contiguous()
+    if not len(flat):
+        return x_NI.new_zeros(*x_NI.shape[:-1], w_OI.outputs)
+    return product_gpu(flat, w_OI, groups, cut_for(len(flat), w_OI, groups)).reshape(*x_NI.shape[:-1], w_OI.outputs)
