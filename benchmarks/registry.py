@@ -20,6 +20,7 @@ MODULES: dict[str, str] = {
     "page-store": "page_store",
     "sampler-step": "sampler_step",
     "engine": "engine_speed",
+    "engine-modes": "engine_modes",
     "replay-cost": "replay_cost",
     "agent": "agent_trace",
     "replay": "replay_quality",
