@@ -54,6 +54,14 @@ CODES: dict[str, tuple[int, str]] = {
 """Every code: its status and what it means. docs/server.md is generated from it."""
 
 
+def errors_table() -> str:
+    """All codes as a Markdown table, by status."""
+    rows = [
+        f"| {status} | `{code}` | {meaning} |" for code, (status, meaning) in sorted(CODES.items(), key=lambda item: item[1][0])
+    ]
+    return "\n".join(["| status | code | when |", "|---|---|---|", *rows])
+
+
 class ApiError(Exception):
     """An answer that is no success. `code` is one of `CODES`; `param` names the field at fault."""
 

@@ -95,6 +95,8 @@ def _call_rule(number: int, tool: ToolDefinition, dsml: str) -> str:
             rule = f"p_{number}_{at}"
             body.append(rule if key in needed else f"{rule}?")
             extra += _parameter_rules(rule, key, value, dsml)
+        if not needed:
+            body.append('"\\n"?')  # the prompt format writes an empty body as an empty line
     return "\n".join([f'call_{number}: "<" {dsml} {opening} {" ".join(body)} {closing}', *extra])
 
 

@@ -131,7 +131,7 @@ def read_settings(arguments: list[str] | None = None, *, config: Path | None = N
         raise ValueError(f"{file} is no TOML: {error}") from None
 
 
-def table() -> str:
+def settings_table() -> str:
     """All settings as a Markdown table."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in ServerSettings.model_fields.items():
