@@ -147,16 +147,14 @@ def stream(folder: Path, page_bytes: int, total_bytes: int, slice_bytes: int) ->
     drop_page_cache(folder / "store")
     for number in range(slices):
         keys = [key(n) for n in range(number * pages, number * pages + pages)]
-        start = time.perf_counter()
-        _read_plain(folder / "plain" / str(number))
-        between = time.perf_counter()
-        for at, data in enumerate(store.get_many(keys), number * pages):
-            if data is None:
-                raise WrongResult(f"page {at} is absent: {store.counters}")
-            if at % pages == 0:
-                payloads.require(at, data)
-        result.plain_read_s += between - start
-        result.store_read_s += time.perf_counter() - between
+        for kind in ("plain", "store") if number % 2 else ("store", "plain"):
+            start = time.perf_counter()
+            if kind == "plain":
+                _read_plain(folder / "plain" / str(number))
+                result.plain_read_s += time.perf_counter() - start
+            else:
+                _read_store(store, payloads, keys, number * pages)
+                result.store_read_s += time.perf_counter() - start
     store.close()
     return result
 
@@ -172,3 +170,11 @@ def _read_plain(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         for at in range(0, path.stat().st_size, CHUNK):
             os.pread(file.fileno(), CHUNK, at)
+
+
+def _read_store(store: PageStore, payloads: Payloads, keys: list[bytes], first: int) -> None:
+    for number, data in enumerate(store.get_many(keys), first):
+        if data is None:
+            raise WrongResult(f"page {number} is absent: {store.counters}")
+        if number == first:
+            payloads.require(number, data)

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from kvist.cache.maintenance import export, verify
-from kvist.cache.page_file import Geometry
+from kvist.cache.page_file import Geometry, _let_go
 from kvist.cache.record import HEADER_BYTES, CorruptPage, Page, check, pack_header, read_header
 from kvist.cache.store import PageStore
 from kvist.cache.store_errors import NewerStore, NotAStore, OtherModel, ReadOnlyStore, StoreBudgetTooSmall, StoreUnwritable
@@ -89,6 +89,30 @@ def test_pages_come_back_in_this_process_and_the_next(tmp_path: Path) -> None:
     assert found(again, range(70)) == set(range(60))
     assert again.counters.faults == 0
     again.close()
+
+
+def test_memory_of_pages_that_were_let_go_is_used_again() -> None:
+    pool = [bytearray(4) for _ in range(4)]
+    views = [memoryview(pool[0])[1:], memoryview(pool[2])[:2].toreadonly()]
+    assert [any(buffer is free for free in _let_go(pool)) for buffer in pool] == [False, True, False, True]
+    del views[0]
+    assert len(_let_go(pool)) == 3
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 200])
+def test_pages_that_a_reader_keeps_are_not_overwritten(tmp_path: Path, keep: int) -> None:
+    store = open_store(tmp_path)
+    store.put([page(n) for n in range(200)])
+    kept: list[tuple[int, memoryview]] = []
+    for number, data in enumerate(store.get_many([key(n) for n in range(200)])):
+        assert data is not None and data.readonly
+        kept.append((number, data[7:]))
+        del data
+        kept = [(n, view) for n, view in kept if n % 200 >= 200 - keep or n > number - keep]
+        for n, view in kept:
+            assert view == payload(n)[7:], f"page {n} was overwritten when page {number} was read"
+    assert len(kept) == keep
+    store.close()
 
 
 def test_payload_may_be_any_buffer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count, islice
@@ -198,28 +199,32 @@ class PageFile:
     def read_ahead(self, slots: Sequence[int]) -> Iterator[Buffer | OSError]:
         """`read` for slots in order, an error in place of what it stopped; a thread reads while its last pages are used.
 
-        Neighbours are read with one call of about 1 MiB, as one reads a plain file.
+        Neighbours are read with one call of about 1 MiB, as one reads a plain file, into memory of pages that were let go.
         """
         groups = [slots[at : at + _GROUP] for at in range(0, len(slots), _GROUP)]
+        pool: list[bytearray] = []
         with ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead") as reader:
-            ahead = [reader.submit(self._read_group, group) for group in groups[:1]]
+            ahead = [reader.submit(self._read_group, group, pool) for group in groups[:1]]
             for following in [*groups[1:], None]:
                 if following is not None:
-                    ahead.append(reader.submit(self._read_group, following))
+                    ahead.append(reader.submit(self._read_group, following, pool))
                 yield from ahead.pop(0).result()
 
-    def _read_group(self, slots: Sequence[int]) -> list[Buffer | OSError]:
+    def _read_group(self, slots: Sequence[int], pool: list[bytearray]) -> list[Buffer | OSError]:
         found: list[Buffer | OSError] = []
         for first, last in runs_of(slots):
             try:
-                found += self._read_run(slots[first], last - first)
+                found += self._read_run(slots[first], last - first, pool)
             except OSError:  # which page it is, and whether it is worth a count, is seen one by one
                 found += [self._read_or_error(slot) for slot in slots[first:last]]
         return found
 
-    def _read_run(self, slot: int, count: int) -> list[memoryview]:
+    def _read_run(self, slot: int, count: int, pool: list[bytearray]) -> list[memoryview]:
         size, record = self.geometry.slot_bytes, HEADER_BYTES + self.geometry.page_bytes
-        buffers = [bytearray(size) for _ in range(count)]
+        buffers = _let_go(pool)[:count]
+        fresh = [bytearray(size) for _ in range(count - len(buffers))]
+        pool += fresh[: max(4 * _GROUP - len(pool), 0)]
+        buffers += fresh
         there = self._files.read_into(self._fd, buffers, self._offset(slot))
         return [memoryview(buffer)[: max(min(there - at * size, record), 0)] for at, buffer in enumerate(buffers)]
 
@@ -309,6 +314,17 @@ class PageFile:
             if not taken:
                 raise OSError(errno.ENOSPC, "the disk takes no more bytes", str(self.path))
             data, offset = data[taken:], offset + taken
+
+
+def _let_go(pool: list[bytearray]) -> list[bytearray]:
+    """Buffers of a pool on which no page lies any more: every view of a buffer counts as a reference to it.
+
+    Fresh memory for every page would cost more than reading it: the kernel clears it, and the allocator gives it back each time.
+    """
+    probe = bytearray()
+    counts = [sys.getrefcount(buffer) for buffer in [*pool, probe]]
+    # `probe` has a name where a free buffer has its place in the pool: their counts are equal whatever the interpreter adds.
+    return [buffer for buffer, count in zip(pool, counts, strict=False) if count == counts[-1]]
 
 
 def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int]]:

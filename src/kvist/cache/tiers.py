@@ -22,6 +22,7 @@ from kvist.cache.store import PageStore
 _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
+_READ_PAGES: Final = 64
 
 
 @dataclass
@@ -164,18 +165,19 @@ class Tiers:
         is left alone, and what the host tier has no room for is skipped and counted."""
         if self.store is None:
             return
-        room = self.host.budget_bytes // self.store.geometry.page_bytes
-        for key in keys:
-            if self.in_memory(key):
-                continue
-            with self._changed:
-                if key in self._arriving:
+        room, wanted = self.host.budget_bytes // self.store.geometry.page_bytes, []
+        with self._changed:
+            for key in keys:
+                if key in self._arriving or self.in_memory(key):
                     continue
                 if len(self._arriving) >= room or self._closing:
                     self.counters.prefetch_skipped += 1
                     continue
-                self._start_reading(key)
-                self.counters.prefetched += 1
+                self._arriving[key] = Future()
+                wanted.append(key)
+            self.counters.prefetched += len(wanted)
+            for at in range(0, len(wanted), _READ_PAGES):
+                self._start_reading(wanted[at : at + _READ_PAGES])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request wants these pages (in chain order) though it found them in a higher tier."""
@@ -212,38 +214,43 @@ class Tiers:
             self._writer.join()
         if self._readers is not None:
             self._readers.shutdown(cancel_futures=True)
+        with self._changed:
+            for coming in self._arriving.values():
+                coming.cancel()
+            self._arriving.clear()
         if self.store is not None:
             self.store.close()
         return done
 
     def _from_disk(self, key: bytes) -> memoryview | None:
-        if self.store is None or self._readers is None:
+        if self.store is None:
             return None
         with self._changed:
             coming = self._arriving.get(key)
             if coming is None and self._timeout_s is not None:
-                coming = self._start_reading(key)
-        if coming is None:
-            return self._read(key)
-        return coming.result(self._timeout_s)
-
-    def _start_reading(self, key: bytes) -> Future[memoryview | None]:
-        assert self._readers is not None
-        coming = self._readers.submit(self._read, key)
-        self._arriving[key] = coming
-        coming.add_done_callback(lambda _: self._arrived(key))
-        return coming
-
-    def _arrived(self, key: bytes) -> None:
-        with self._changed:
-            self._arriving.pop(key, None)
-
-    def _read(self, key: bytes) -> memoryview | None:
-        assert self.store is not None
+                coming = self._arriving[key] = Future()
+                self._start_reading([key])
+        if coming is not None:
+            return coming.result(self._timeout_s)
         payload = self.store.get(key)
         if payload is not None:
             self.host.put(key, payload)
         return payload
+
+    def _start_reading(self, keys: list[bytes]) -> None:
+        assert self._readers is not None
+        self._readers.submit(self._read, keys)
+
+    def _read(self, keys: list[bytes]) -> None:
+        """Bring pages into the host tier; who waits for one gets it as soon as it is there."""
+        assert self.store is not None
+        for key, payload in zip(keys, self.store.get_many(keys), strict=True):
+            if payload is not None:
+                self.host.put(key, payload)
+            with self._changed:
+                coming = self._arriving.pop(key, None)
+            if coming is not None and coming.set_running_or_notify_cancel():
+                coming.set_result(payload)
 
     def _write_behind(self) -> None:
         assert self.store is not None
