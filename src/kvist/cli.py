@@ -222,8 +222,10 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file of settings, behind flags and KVIST_SERVE_ variables")] = None,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients over HTTP (needs kvist[serve])."""
-    from kvist.server.main import serve as run_server
-
+    try:
+        from kvist.server.main import serve as run_server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the server needs {error.name}, which is not installed; pip install 'kvist[serve]'") from error
     run_server(model, context.args, config)
 
 

@@ -5,6 +5,8 @@ Owns these APIs' field names. Must not know responses or HTTP.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvist.engine.request import Request
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
@@ -69,15 +71,22 @@ class TokenizeRequest(Body):
 def prompt_ids(request: CompletionRequest, served: Served) -> list[list[int]]:
     """The prompts as ids; text gets the begin token in front, as the model was trained."""
     asked = request.prompt
-    texts = [asked] if isinstance(asked, str) else asked
-    if not texts:
+    prompts = [asked] if isinstance(asked, str) or (asked and isinstance(asked[0], int)) else asked
+    if not prompts:
         raise ApiError("invalid_value", "prompt is an empty list; send a text", param="prompt")
-    if isinstance(texts[0], int):
-        return [texts]
-    try:
-        return [[served.bos_id, *served.tokenizer.encode(text)] if isinstance(text, str) else list(text) for text in texts]
-    except TokenizerError as error:
-        raise ApiError("invalid_prompt", str(error), param="prompt") from error
+    return [_ids(prompt, served) for prompt in prompts]
+
+
+def _ids(prompt: Any, served: Served) -> list[int]:
+    if isinstance(prompt, str):
+        try:
+            return [served.bos_id, *served.tokenizer.encode(prompt)]
+        except TokenizerError as error:
+            raise ApiError("invalid_prompt", str(error), param="prompt") from error
+    size = min(served.vocab_size, len(served.tokenizer))
+    if bad := [token for token in prompt if not 0 <= token < size]:
+        raise ApiError("invalid_value", f"prompt holds token id {bad[0]}, the vocabulary is 0..{size - 1}", param="prompt")
+    return list(prompt)
 
 
 def completion_work(request: CompletionRequest, ids: list[int], served: Served, caller: Caller, temperature: float) -> Work:

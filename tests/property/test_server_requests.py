@@ -1,0 +1,146 @@
+"""Malformed requests: whatever a body holds, the answer is a result or a 4xx that explains itself, never a 5xx, never a hang.
+
+Bodies are valid ones with fields replaced, removed and added, and raw bytes. The engine is a script; the routes are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvist.server.app import create_app, create_service
+from kvist.server.settings import read_settings
+from tests.server_fakes import says, scripted
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "nano",
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}],
+        "tools": [TOOL],
+        "stop": ["a"],
+        "max_tokens": 4,
+        "logit_bias": {"5": 1},
+        "response_format": {"type": "text"},
+        "stream": False,
+    },
+    "/v1/completions": {"model": "nano", "prompt": ["x", "y"], "max_tokens": 3, "logprobs": 1, "echo": True, "n": 2},
+    "/v1/responses": {
+        "model": "nano",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "o"},
+        ],
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+    },
+    "/v1/messages": {
+        "model": "nano",
+        "max_tokens": 4,
+        "system": "s",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+    },
+    "/v1/messages/count_tokens": {"model": "nano", "messages": [{"role": "user", "content": "x"}]},
+    "/tokenize": {"messages": [{"role": "user", "content": "x"}]},
+}
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, -1, 1, 10**30, 1e308, -0.5, "", "x", "\ud800", "<｜User｜>", "｜DSML｜", "\x00", "none", "max", "nano"]),
+    st.text(max_size=8),
+)
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3), max_leaves=6
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    yield path
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from places(inner, (*path, key))
+
+
+def changed(body: Any, path: tuple[Any, ...], value: Any, how: str) -> Any:
+    """A copy with one place replaced, removed, or given a further key."""
+    copy = json.loads(json.dumps(body))
+    if not path:
+        return {**copy, "extra": value} if how == "add" else value if how == "replace" else copy
+    place = copy
+    for key in path[:-1]:
+        place = place[key]
+    if how == "remove":
+        del place[path[-1]]
+    elif how == "add" and isinstance(place[path[-1]], dict):
+        place[path[-1]]["extra"] = value
+    else:
+        place[path[-1]] = value
+    return copy
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    path = draw(st.sampled_from(sorted(VALID)))
+    if draw(st.integers(0, 9)) == 0:
+        return path, draw(st.binary(max_size=60))
+    body: Any = VALID[path]
+    for _ in range(draw(st.integers(1, 3))):
+        if isinstance(body, dict | list):
+            options = list(places(body))
+            body = changed(
+                body, draw(st.sampled_from(options)), draw(ANYTHING), draw(st.sampled_from(["replace", "remove", "add"]))
+            )
+    data = json.dumps(body).encode("utf-8", "surrogatepass")
+    return path, data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 19)) == 0 else data
+
+
+APP = create_app(create_service(scripted(says("ok</think>fine")), read_settings(max_choices=4)))
+
+
+LOOP = asyncio.Runner()
+CLIENT = httpx.AsyncClient(transport=httpx.ASGITransport(app=APP), base_url="http://localhost")
+
+
+async def answer(path: str, data: bytes) -> httpx.Response:
+    async with asyncio.timeout(10):
+        return await CLIENT.post(path, content=data)
+
+
+def check(request: tuple[str, bytes]) -> None:
+    path, data = request
+    response = LOOP.run(answer(path, data))
+    assert response.status_code < 500, (response.text, data)
+    if response.status_code != 200:
+        message = response.json()["error"]["message"]
+        assert message, data
+        assert len(message) < 2000, "an error does not repeat the request"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests())
+def test_malformed_requests(request: tuple[str, bytes]) -> None:
+    check(request)
+
+
+@pytest.mark.long
+@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests())
+def test_ten_thousand_malformed_requests(request: tuple[str, bytes]) -> None:
+    check(request)
+
+
+def test_the_valid_bodies_are_valid() -> None:
+    for path, body in VALID.items():
+        assert LOOP.run(answer(path, json.dumps(body).encode())).status_code == 200, path
