@@ -41,7 +41,7 @@ MANY = Cut(128, 2, 0, 8, 3)
 
 
 @triton.jit
-def _product(x, codes, scales, out, parts, arrived, N_ROWS, K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr,
+def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr,
              T: tl.constexpr, PANELS: tl.constexpr, SPLITS: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     N: tl.constexpr = 64 * PANELS
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
@@ -62,8 +62,7 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, K: tl.constexpr, R: 
     if SPLITS == 1:
         tl.store(out + place, rounded(acc, PLAIN).to(out.dtype.element_ty), mask=inside)
     else:
-        size = N_ROWS.to(tl.int64) * R
-        tl.store(parts + part * size + place, acc, mask=inside)
+        tl.store(parts + part.to(tl.int64) * size + place, acc, mask=inside)
         # A release that covers the whole program's stores, then an acquire before others' stores are read.
         tl.debug_barrier()
         counter = arrived + block * tl.num_programs(1) + tile
@@ -72,7 +71,7 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, K: tl.constexpr, R: 
         if before == SPLITS - 1:
             total = tl.zeros([N, T], tl.float32)
             for other in range(SPLITS):
-                total += tl.load(parts + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+                total += tl.load(parts + other * size.to(tl.int64) + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(out + place, rounded(total, PLAIN).to(out.dtype.element_ty), mask=inside)
             tl.store(counter, 0)
 
@@ -101,7 +100,7 @@ def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Ten
     out = torch.empty(n, outputs, dtype=x_NX.dtype, device=x_NX.device)
     parts = out if splits == 1 else torch.empty(splits, n, outputs, dtype=torch.float32, device=x_NX.device)
     _product[(blocks, tiles, splits)](
-        x_NX, weight.codes, weight.scales, out, parts, arrivals(blocks * tiles, x_NX.device), n, K=inputs, R=outputs,
+        x_NX, weight.codes, weight.scales, out, parts, arrivals(blocks * tiles, x_NX.device), n, n * outputs, K=inputs, R=outputs,
         GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

@@ -1,0 +1,282 @@
+"""Hyper-connections on a GPU: leaving one sublayer and entering the next in a single pass over the streams.
+
+A program holds T rows and a part of the channels of all streams: it mixes, writes the new streams, collapses them and adds
+its part of the projection and of both sums of squares. The last part of a tile to arrive adds the parts in their order, makes
+the coefficients (Sinkhorn in registers) and norms its rows, which are still in L2. The projection is float32: rows are
+exact in bfloat16 and the weight is cut in three bfloat16 terms (24 bits), so matrix units do it. Must not know layers.
+
+Shapes: N rows, S = 4 streams, D model width, T rows a tile, B channels a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
+from kvist.kernels.device.arrivals import arrivals
+from kvist.kernels.device.gpu import fake_fp8_groups, operand, rounded, sigmoid
+from kvist.kernels.hyper_connections.ref import Mix
+
+PLAIN = interpreted()
+STREAMS = 4
+LOGITS = 2 * STREAMS + STREAMS * STREAMS
+
+
+class Cut(NamedTuple):
+    """Rows a tile, channels a step, programs to aim for, warps, pipeline stages."""
+
+    tile: int
+    step: int
+    programs: int
+    warps: int
+    stages: int
+
+
+ONE = Cut(1, 32, 160, 4, 1)
+FEW = Cut(16, 64, 160, 4, 2)
+MANY = Cut(32, 32, 512, 4, 2)
+FEW_ROWS = 256
+
+
+@triton.jit
+def _cut(x, PLAIN: tl.constexpr):
+    """float32 -> its first 8 bits as a product's operand, and what is left."""
+    bits = x.to(tl.int32, bitcast=True)
+    head = (bits & -65536).to(tl.float32, bitcast=True)
+    if PLAIN:
+        return head, x - head
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - head
+
+
+@triton.jit
+def _project(acc, x, fn, stream, d, D, T: tl.constexpr, PLAIN: tl.constexpr):
+    """acc [T,32] += one stream's channels x their part of the weight [24, 4 D]."""
+    f = tl.arange(0, 32)
+    if T == 1:
+        weight = tl.load(fn + f[:, None] * (4 * D) + stream * D + d[None, :], mask=(f < 24)[:, None], other=0.0)
+        return acc + tl.sum(weight * x, 1)[None, :]
+    weight = tl.load(fn + f[None, :] * (4 * D) + stream * D + d[:, None], mask=(f < 24)[None, :], other=0.0)
+    left = operand(x, PLAIN)
+    # Cutting mantissas after 8 bits, three terms hold all 24, and each cut is exact.
+    first, rest = _cut(weight, PLAIN)
+    second, rest = _cut(rest, PLAIN)
+    third, rest = _cut(rest, PLAIN)
+    acc = tl.dot(left, third, acc)
+    acc = tl.dot(left, second, acc)
+    return tl.dot(left, first, acc)
+
+
+@triton.jit
+def _stream(x, n, alive, stream, d, D):
+    return tl.load(x + n[:, None] * (4 * D) + stream * D + d[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _mixed(y, x0, x1, x2, x3, comb, post, out, n, alive, stream, d, D, PLAIN: tl.constexpr):
+    """One new stream [T,B], written and returned as bfloat16 holds it."""
+    c = comb + n * 16 + stream
+    total = tl.load(c, mask=alive, other=0.0)[:, None] * x0
+    total += tl.load(c + 4, mask=alive, other=0.0)[:, None] * x1
+    total += tl.load(c + 8, mask=alive, other=0.0)[:, None] * x2
+    total += tl.load(c + 12, mask=alive, other=0.0)[:, None] * x3
+    total = rounded(tl.load(post + n * 4 + stream, mask=alive, other=0.0)[:, None] * y + total, PLAIN)
+    tl.store(out + n[:, None] * (4 * D) + stream * D + d[None, :], total.to(out.dtype.element_ty), mask=alive[:, None])
+    return total
+
+
+@triton.jit
+def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr,
+                  T: tl.constexpr):  # fmt: skip
+    """Sums [T,32] (24 logits, squares of all streams, squares of the collapse) -> the three coefficients, written."""
+    f = tl.arange(0, 32)
+    squares = tl.sum(tl.where(f == 24, total, 0.0), 1)
+    total = total * (1.0 / tl.sqrt(squares / (4.0 * D) + norm_eps))[:, None]
+    part = tl.where(f < 4, 0, tl.where(f < 8, 1, 2))
+    logits = total * tl.load(scale + part)[None, :] + tl.load(base + f, mask=f < 24, other=0.0)[None, :]
+    # Rows of four: pre, post, the four sources, and two of padding that stay zero.
+    square = tl.reshape(logits, (T, 8, 4))
+    r, c = tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :]
+    is_comb = (r >= 2) & (r < 6)
+    highest = tl.max(square, 2, keep_dims=True)
+    p = tl.exp(tl.where(is_comb, square - highest, 0.0))
+    p = tl.where(is_comb, p / tl.sum(p, 2, keep_dims=True) + hc_eps, 0.0)
+    p = p / (tl.sum(p, 1, keep_dims=True) + hc_eps)
+    for _ in range(ITERATIONS - 1):
+        p = p / (tl.sum(p, 2, keep_dims=True) + hc_eps)
+        p = p / (tl.sum(p, 1, keep_dims=True) + hc_eps)
+    there = alive[:, None, None]
+    row = n[:, None, None]
+    tl.store(comb + row * 16 + (r - 2) * 4 + c, p, mask=there & is_comb)
+    gate = sigmoid(square)
+    four = row * 4 + c + r * 0
+    tl.store(pre + four, gate + hc_eps, mask=there & (r == 0))
+    tl.store(post + four, 2.0 * gate, mask=there & (r == 1))
+
+
+@triton.jit
+def _pass(y, x, old_pre, old_post, old_comb, fn, base, scale, norm, streams, h, quantised, pre, post, comb, parts, arrived,
+          N_ROWS, hc_eps, norm_eps, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr,
+          STEPS: tl.constexpr, ITERATIONS: tl.constexpr, LEAVE: tl.constexpr, ENTER: tl.constexpr, QUANTISE: tl.constexpr,
+          PLAIN: tl.constexpr):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    n = (tile * T + tl.arange(0, T)).to(tl.int64)
+    alive = n < N_ROWS
+    acc = tl.zeros([T, 32], tl.float32)
+    squares, collapsed = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
+    for step in range(STEPS):
+        d = (part * STEPS + step) * B + tl.arange(0, B)
+        x0, x1 = _stream(x, n, alive, 0, d, D), _stream(x, n, alive, 1, d, D)
+        x2, x3 = _stream(x, n, alive, 2, d, D), _stream(x, n, alive, 3, d, D)
+        if LEAVE:
+            out = tl.load(y + n[:, None] * D + d[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
+            z0 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 0, d, D, PLAIN)
+            z1 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 1, d, D, PLAIN)
+            z2 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 2, d, D, PLAIN)
+            x3 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 3, d, D, PLAIN)
+            x0, x1, x2 = z0, z1, z2
+        if ENTER:
+            one = tl.load(old_pre + n * 4, mask=alive, other=0.0)[:, None] * x0
+            one += tl.load(old_pre + n * 4 + 1, mask=alive, other=0.0)[:, None] * x1
+            one += tl.load(old_pre + n * 4 + 2, mask=alive, other=0.0)[:, None] * x2
+            one += tl.load(old_pre + n * 4 + 3, mask=alive, other=0.0)[:, None] * x3
+            one = rounded(one, PLAIN)
+            tl.store(h + n[:, None] * D + d[None, :], one.to(h.dtype.element_ty), mask=alive[:, None])
+            collapsed += tl.sum(one * one, 1)
+            squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+            acc = _project(acc, x0, fn, 0, d, D, T, PLAIN)
+            acc = _project(acc, x1, fn, 1, d, D, T, PLAIN)
+            acc = _project(acc, x2, fn, 2, d, D, T, PLAIN)
+            acc = _project(acc, x3, fn, 3, d, D, T, PLAIN)
+    if not ENTER:
+        return
+    f = tl.arange(0, 32)[None, :]
+    sums = tl.where(f == 24, squares[:, None], tl.where(f == 25, collapsed[:, None], acc))
+    place = parts + tile * SPLITS * T * 32 + tl.arange(0, T)[:, None] * 32 + f
+    if SPLITS > 1:
+        tl.store(place + part * T * 32, sums)
+        # A release that covers the whole program's stores, then an acquire before others' stores are read.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before != SPLITS - 1:
+            return
+        tl.store(arrived + tile, 0)
+        sums = tl.zeros([T, 32], tl.float32)
+        for other in range(SPLITS):
+            sums += tl.load(place + other * T * 32, cache_modifier=".cg")
+    else:
+        tl.debug_barrier()
+    _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS, T)
+    factor = 1.0 / tl.sqrt(tl.sum(tl.where(f == 25, sums, 0.0), 1) / D + norm_eps)
+    WIDE: tl.constexpr = B * (4096 // (B * T)) if B * T < 4096 else B
+    for start in range(0, D, WIDE):
+        d = start + tl.arange(0, WIDE)
+        inside = alive[:, None] & (d < D)[None, :]
+        at = n[:, None] * D + d[None, :]
+        one = tl.load(h + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        one = rounded(one * factor[:, None] * tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None, :], PLAIN)
+        tl.store(h + at, one.to(h.dtype.element_ty), mask=inside)
+        if QUANTISE:
+            one = tl.reshape(fake_fp8_groups(tl.reshape(one, (T, WIDE // 32, 32)), 2), (T, WIDE))
+            tl.store(quantised + at, one.to(quantised.dtype.element_ty), mask=inside)
+
+
+def cut_for(rows: int) -> Cut:
+    """The cut for a number of rows."""
+    return ONE if rows == 1 else FEW if rows <= FEW_ROWS else MANY
+
+
+def _splits(cut: Cut, rows: int, width: int) -> tuple[int, int]:
+    """Parts of the channels and steps a part."""
+    steps = width // cut.step
+    most = max(1, -(-cut.programs // triton.cdiv(rows, cut.tile)))
+    parts = max(part for part in range(1, min(most, steps) + 1) if steps % part == 0)
+    return parts, steps // parts
+
+
+def _check(x_NSD: Tensor, *others: Tensor) -> None:
+    require_gpu()
+    require_bfloat16("hyper_connections", x_NSD, *others)
+    _, s, d = x_NSD.shape
+    if s != STREAMS or d % 64:
+        raise ValueError(f"{s} streams of {d} channels; impl 'gpu' takes {STREAMS} streams of a multiple of 64, use impl 'ref'")
+
+
+class Entered(NamedTuple):
+    """The next streams, the normed input of the next sublayer, the same FP8-quantised (or None), and its coefficients."""
+
+    x_NSD: Tensor
+    h_ND: Tensor
+    quantised_ND: Tensor | None
+    mix: Mix
+
+
+def pass_gpu(
+    y_ND: Tensor | None,
+    x_NSD: Tensor,
+    mix: Mix,
+    fn_FX: Tensor,
+    base_F: Tensor,
+    scale_3: Tensor,
+    norm_D: Tensor,
+    *,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+    quantised: bool = False,
+    cut: Cut | None = None,
+) -> Entered:
+    """Leave with `y_ND` and `mix` (None: the streams are the input already), then enter with `mix.pre_NS`."""
+    _check(x_NSD, *(() if y_ND is None else (y_ND,)))
+    n, s, d = x_NSD.shape
+    if fn_FX.dtype is not torch.float32 or tuple(fn_FX.shape) != (LOGITS, s * d):
+        raise ValueError(f"projection {fn_FX.dtype} {list(fn_FX.shape)}; expected float32 {[LOGITS, s * d]}")
+    x, device = x_NSD.contiguous(), x_NSD.device
+    y = x if y_ND is None else y_ND.contiguous()
+    streams = x if y_ND is None else torch.empty_like(x)
+    h = torch.empty(n, d, dtype=x.dtype, device=device)
+    h_quantised = torch.empty_like(h) if quantised else h
+    after = Mix(*(torch.empty(n, *rest, dtype=torch.float32, device=device) for rest in ((s,), (s,), (s, s))))
+    if n:
+        cut = cut_for(n) if cut is None else cut
+        (splits, steps), tiles = _splits(cut, n, d), triton.cdiv(n, cut.tile)
+        parts = torch.empty(tiles * splits * cut.tile * 32, dtype=torch.float32, device=device)
+        _pass[(tiles, splits)](
+            y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), base_F,
+            scale_3, norm_D, streams, h, h_quantised, *after, parts, arrivals(tiles, device), n, hc_eps, norm_eps, D=d,
+            T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, ITERATIONS=iterations, LEAVE=y_ND is not None, ENTER=True,
+            QUANTISE=quantised, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+    return Entered(streams, h, h_quantised if quantised else None, after)
+
+
+def enter_gpu(
+    x_NSD: Tensor, pre_NS: Tensor, *weights: Tensor, iterations: int, hc_eps: float, norm_eps: float
+) -> tuple[Tensor, Mix]:
+    """See `enter`."""
+    fn_FX, base_F, scale_3, norm_D = weights
+    mix = Mix(pre_NS, pre_NS, pre_NS)
+    entered = pass_gpu(
+        None, x_NSD, mix, fn_FX, base_F, scale_3, norm_D, iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps
+    )  # fmt: skip
+    return entered.h_ND, entered.mix
+
+
+def leave_gpu(y_ND: Tensor, x_NSD: Tensor, mix: Mix) -> Tensor:
+    """See `leave`."""
+    _check(x_NSD, y_ND)
+    (n, _, d), x = x_NSD.shape, x_NSD.contiguous()
+    streams = torch.empty_like(x)
+    if n:
+        step = 256 if d % 256 == 0 else 64
+        post, comb = mix.post_NS.contiguous(), mix.comb_NSS.contiguous()
+        _pass[(n, d // step)](
+            y_ND.contiguous(), x, post, post, comb, *[post] * 4, streams, x, x, *[post] * 5, n, 0.0, 0.0, D=d, T=1, B=step,
+            SPLITS=d // step, STEPS=1, ITERATIONS=1, LEAVE=True, ENTER=False, QUANTISE=False, PLAIN=PLAIN, num_warps=2,
+        )  # fmt: skip
+    return streams

@@ -1,0 +1,117 @@
+"""Builds the GPU operators for Hopper at the released shapes: no local memory, matrix instructions, words loaded wide.
+
+Needs Triton but no GPU (the compiler and ptxas run anywhere); skips without Triton or under its interpreter and says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvist.kernels.device import PanelWeight, require
+from kvist.kernels.device.panels import Form
+from kvist.kernels.hyper_connections import Mix
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton's compiler (no GPU), not its interpreter",
+)
+D, F, EXPERTS = 5120, 2304, 2
+MODULES = ("experts", "linear", "hyper_connections", "routing", "quantise")
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operators take CPU tensors (nothing is launched) and choose what a GPU would run."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    monkeypatch.setattr(require, "interpreted", lambda: True)
+    for name in MODULES:
+        monkeypatch.setattr(importlib.import_module(f"kvist.kernels.{name}.gpu"), "PLAIN", False)
+    yield
+    require.require_gpu.cache_clear()
+    sys.path.remove(str(Path(__file__).parent))
+
+
+def panels(form: Form, outputs: int, inputs: int, *, experts: int = 1, paired: bool = False) -> PanelWeight:
+    """Room for a weight; nothing reads it."""
+    chunks = -(-inputs // (128 if form == "fp4" else 64))
+    codes = torch.empty(experts, outputs // 64, chunks, 64, 32, dtype=torch.int16)
+    scales = torch.empty(experts, outputs // 64, chunks, 64 if form == "fp4" else 1, dtype=torch.int32)
+    return PanelWeight(codes, scales, outputs, inputs, form, paired)
+
+
+def rows(n: int, width: int) -> torch.Tensor:
+    return torch.empty(n, width, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+@pytest.mark.parametrize("n", [1, 4096])
+def test_experts(n: int, form: Form) -> None:
+    from hopper import building
+
+    from kvist.kernels.experts.gpu import GpuBank, run_bank
+
+    bank = GpuBank(
+        panels(form, 2 * F, D, experts=EXPERTS, paired=True), panels(form, D, F, experts=EXPERTS)
+    )  # fmt: skip
+    with building() as built:
+        run_bank(rows(n, D), torch.zeros(n, 6, dtype=torch.int64), torch.zeros(n, 6), bank, 10.0, "fp8")
+    kernels = {kernel.name: kernel for kernel in built}
+    assert {"_gate_up", "_down"} <= set(kernels)
+    for name in ("_gate_up", "_down"):
+        assert kernels[name].local_bytes == 0
+        sass = kernels[name].sass()
+        assert "HMUL2.BF16" in sass
+        assert ("HGMMA" in sass) if n > 1 else ("HMMA" in sass or "HGMMA" in sass)
+
+
+@pytest.mark.parametrize("n", [1, 16, 4096])
+def test_linear(n: int) -> None:
+    from hopper import building
+
+    from kvist.kernels.linear.gpu import cut_for, product_gpu
+
+    for outputs, inputs, groups in ((1792, 5120, 1), (8192, 4096, 8)):
+        weight = panels("fp8", outputs, inputs)
+        with building() as built:
+            product_gpu(rows(n, groups * inputs), weight, groups, cut_for(n, weight, groups))
+        assert [kernel.local_bytes for kernel in built] == [0]
+
+
+@pytest.mark.parametrize("n", [1, 64, 4096])
+def test_streams_and_routing(n: int) -> None:
+    from hopper import building
+
+    from kvist.kernels.hyper_connections.gpu import leave_gpu, pass_gpu
+    from kvist.kernels.routing.gpu import route_gpu
+
+    mix = Mix(torch.empty(n, 4), torch.empty(n, 4), torch.empty(n, 4, 4))
+    weights = torch.empty(24, 4 * D), torch.empty(24), torch.empty(3), torch.empty(D)
+    y, x = rows(n, D), torch.empty(n, 4, D, dtype=torch.bfloat16)
+    bias, text = torch.empty(384), torch.empty(n, dtype=torch.bool)
+    with building() as built:
+        pass_gpu(y, x, mix, *weights, iterations=20, hc_eps=1e-6, norm_eps=1e-20, quantised=True)
+        leave_gpu(y, x, mix)
+        route_gpu(rows(n, D), rows(384, D), bias, bias, text, k=6, temperature=1.0, normalise=True, scale=1.5)
+    assert [kernel.local_bytes for kernel in built] == [0, 0, 0]
+
+
+def test_rows() -> None:
+    from hopper import building
+
+    from kvist.kernels.quantise.gpu import rows_gpu, write_rows
+
+    place = torch.zeros(4, dtype=torch.int32)
+    table = torch.empty(4, 32), torch.empty(4, 32)
+    with building() as built:
+        rows_gpu(rows(4, D), form="fp8", norm=(torch.empty(D), 1e-20))
+        for form, width, code, scale in (("fp8", 512, 512, 16), ("main_fp4", 512, 256, 32), ("mxfp4", 128, 64, 4)):
+            codes, scales = (torch.empty(2, 8, size, dtype=torch.uint8) for size in (code, scale))
+            write_rows(rows(4, width), codes, scales, place, place, form=form, norm=(torch.empty(width), 1e-20), table=table)
+    assert [kernel.local_bytes for kernel in built] == [0] * 4
