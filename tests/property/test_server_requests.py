@@ -77,7 +77,7 @@ def changed(body: Any, path: tuple[Any, ...], value: Any, how: str) -> Any:
     """A copy with one place replaced, removed, or given a further key."""
     copy = json.loads(json.dumps(body))
     if not path:
-        return {**copy, "extra": value} if how == "add" else value if how == "replace" else copy
+        return {**copy, "extra": value} if how == "add" and isinstance(copy, dict) else value
     place = copy
     for key in path[:-1]:
         place = place[key]
