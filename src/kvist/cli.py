@@ -163,7 +163,7 @@ def _configuration(name: str) -> ModelConfig:
     if name in PRESETS:
         return preset(name)
     path = Path(name)
-    if path.suffix == ".json" or path.is_dir():
+    if name and (path.suffix == ".json" or path.is_dir()):
         return load_config(path)
     from kvist.checkpoint import ModelNotFound, locate
 

@@ -69,6 +69,12 @@ def test_an_unknown_model_says_where_it_was_looked_for(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
+def test_an_empty_model_name_is_named() -> None:
+    result = kvist("plan", "")
+    assert result.returncode == 2
+    assert "the model's name is empty" in result.stderr
+
+
 def test_an_unreachable_hub_id_names_hub_and_cache(tmp_path: Path) -> None:
     result = kvist("checkpoint", "inspect", "someone/some-model", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"))
     assert result.returncode == 2

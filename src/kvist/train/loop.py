@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ class Recipe:
     bias_speed: float = 2e-3
     seed: int = 1
     log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, whole = getattr(self, item.name), str(item.type) == "int"
+            if value is None and item.name == "seconds":
+                continue
+            kinds = int if whole else int | float
+            least = 0 if item.name in ("seed", "warmup_steps") else 1
+            if isinstance(value, bool) or not isinstance(value, kinds) or not (least if whole else 0) <= value <= 1 << 40:
+                limit = f"an integer of at least {least}" if whole else "a number of at least 0"
+                raise ValueError(f"recipe field {item.name} must be {limit}, got {value!r:.60}")
 
     def rate_at(self, progress: float, step: int) -> float:
         """Warm-up by steps, constant, then linearly down to `final`."""

@@ -19,6 +19,7 @@ from kvist.config import ModelConfig
 from kvist.config_json import load_config
 from kvist.presets import PRESETS, preset
 from kvist.text.token_map import token_map
+from kvist.text.tokenizer import Tokenizer
 from kvist.train.baseline import train_dense
 from kvist.train.drafting import train_draft
 from kvist.train.evaluate import Judge, judge_all
@@ -26,7 +27,6 @@ from kvist.train.export import export
 from kvist.train.loop import Recipe, Run, Team, train
 from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, recall_from_tokenizer
 from kvist.train.weights import storages
-
 
 STAGES = ("train", "draft", "export", "evaluate", "baseline")
 
@@ -59,6 +59,8 @@ def run(
     """
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
+    if draft_steps < 1 or (stop_after is not None and not stop_after >= 0):
+        raise TrainingError(f"draft_steps {draft_steps} must be at least 1 and stop_after {stop_after} at least 0 seconds")
     config = preset(model) if model in PRESETS else load_config(model)
     place = _device(device)
     if place.type == "cuda":
@@ -67,6 +69,7 @@ def run(
     file = tokenizer or Path(f"models/{model}/tokenizer.json")
     if not file.is_file():
         raise TrainingError(f"no tokenizer at {file}; name one with --tokenizer")
+    Tokenizer(file)  # an unusable file is named before anything is made
     recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
     out.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(Corpus(data, "train"), mixture or Mixture(), recall, recipe.seed)
@@ -128,7 +131,13 @@ def _finish(
 
 def _device(name: str) -> torch.device:
     if name != "auto":
-        return torch.device(name)
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise TrainingError(f"device {name!r} is unknown; give auto, cpu, cuda or cuda:N") from error
+        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+            raise TrainingError(f"no device {name!r} here ({torch.cuda.device_count()} GPUs seen); give auto or cpu")
+        return device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -27,6 +27,11 @@ class Mixture:
     code: float = 0.37
     synthetic: float = 0.03
 
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ValueError(f"mixture share {name} must lie in 0..1, got {share!r:.60}")
+
 
 class Corpus:
     """Token ids of every tier of one split, as uint16 arrays mapped from files; document bounds and UTF-8 sizes."""
