@@ -34,16 +34,20 @@ class FeatureCache:
         if found is not None:
             self.hits += 1
             self._spans.move_to_end(image.content)
-            return found
+            return _checked(found, image)
         self.misses += 1
-        made: Tensor = image.embed()
-        if len(made) != image.tokens:
-            raise ValueError(f"an image gave {len(made)} embeddings for a span of {image.tokens} tokens; render the prompt again")
+        made = _checked(image.embed(), image)
         self._spans[image.content] = made
         self.held += made.nbytes
         while self.held > self.limit and len(self._spans) > 1:
             self.held -= self._spans.popitem(last=False)[1].nbytes
         return made
+
+
+def _checked(values: Tensor, image: ImageInput) -> Tensor:
+    if len(values) != image.tokens:
+        raise ValueError(f"an image gave {len(values)} embeddings for a span of {image.tokens} tokens; render the prompt again")
+    return values
 
 
 class _Context(NamedTuple):
@@ -55,11 +59,12 @@ class _Context(NamedTuple):
 
 
 class BatchBuilder:
-    """Makes `Rows` of pieces. One a runner; holds no state of requests."""
+    """Makes `Rows` of pieces. One a runner; holds no state of requests but the features fetched for the coming pass."""
 
     def __init__(self, model: Transformer, features: FeatureCache, device: torch.device) -> None:
         self.model, self.features, self.device = model, features, device
         self.reach = model.config.engram_max_ngram_size - 1 if model.config.engram_layer_ids else 0
+        self._fetched: dict[bytes, Tensor] = {}
 
     def rows(self, pieces: Sequence[Piece]) -> Rows:
         """One ragged batch: the pieces' rows in order, a segment a piece."""
@@ -95,11 +100,15 @@ class BatchBuilder:
         """Table rows [layers, N, columns] of the pieces' rows."""
         return self._engram([self._context(piece) for piece in pieces])
 
+    def forget(self) -> None:
+        """A new step begins: let go of the features of the last one."""
+        self._fetched = {}
+
     def fetch(self, piece: Piece) -> None:
-        """Have the features of the images that the piece touches; raises what encoding them raises."""
+        """Have the features of the images that the piece touches, until `forget`; raises what encoding them raises."""
         for image in piece.job.request.images:
             if image.start < piece.stop and image.start + image.tokens > piece.start:
-                self.features.span(image)
+                self._fetched[image.content] = self.features.span(image)
 
     def _engram(self, contexts: Sequence[_Context]) -> Tensor | None:
         """N-gram rows of all pieces in one hash: pieces stand in one line, kept apart by a barrier that reads as an image."""
@@ -122,7 +131,9 @@ class BatchBuilder:
             for image in piece.job.request.images:
                 low, high = max(image.start, piece.start), min(image.start + image.tokens, piece.stop)
                 if low < high:
-                    values.append(self.features.span(image)[low - image.start : high - image.start])
+                    span = self._fetched.get(image.content)
+                    span = self.features.span(image) if span is None else span
+                    values.append(span[low - image.start : high - image.start])
                     places.append(torch.arange(at + low - piece.start, at + high - piece.start))
             at += piece.stop - piece.start
         if not values:

@@ -176,9 +176,10 @@ class Engine:
 
     def submit(self, job: Job) -> int:
         """Queue a prepared request; its number. Raises QueueFull."""
-        job.id = self._number
         self.scheduler.require_room()
         self.pages.enter(job)
+        # Not before: a refused request must not carry the number that the next one gets.
+        job.id = self._number
         self.scheduler.add(job)
         self._number += 1
         self.jobs[job.id] = job

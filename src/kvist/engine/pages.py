@@ -85,7 +85,8 @@ class Pages:
                 self._roots.clear()
             self._roots[salt] = root(self.fingerprint, self.numerics, salt, self.page_tokens)
         job.chain = Chain(self._roots[salt], self.page_tokens)
-        images = [ImageKey(image.content, image.start, image.tokens) for image in job.request.images]
+        spans = sorted(job.request.images, key=lambda image: image.start)
+        images = [ImageKey(image.content, image.start, image.tokens) for image in spans]
         job.chain.extend(job.tokens.ids, images)
         job.replay_length = self.accepted(job)
         self._prefetch(job)

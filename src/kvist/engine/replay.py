@@ -39,7 +39,9 @@ def check_replay(plan: LayerPlan, replay: Replay) -> None:
     if isinstance(replay, str):
         if replay not in ("bounded", "exact"):
             raise ValueError(f"replay must be 'bounded', 'exact' or a number of positions, got {replay!r}")
-    elif isinstance(replay, bool) or replay < plan.window:
+    elif isinstance(replay, bool) or not isinstance(replay, int):
+        raise ValueError(f"replay must be 'bounded', 'exact' or a whole number of positions, got {replay!r}")
+    elif replay < plan.window:
         raise ValueError(f"replay of {replay} positions is below the window of {plan.window}; give at least that, or 'exact'")
 
 

@@ -77,6 +77,10 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens!r}")
+        for name, kind in (("priority", int), ("tenant", str), ("salt", bytes)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
             raise ValueError(f"prompt_logprobs must lie in 0..{MAX_LOGPROBS}, got {self.prompt_logprobs}; None switches it off")
         if self.deadline_s is not None and not (math.isfinite(self.deadline_s) and self.deadline_s > 0):

@@ -69,6 +69,7 @@ class Runner:
         Read before the pass, so that a failure is that request's only and no ring has been touched.
         """
         failed: dict[int, Exception] = {}
+        self.batch.forget()
         for number, piece in enumerate(pieces):
             try:
                 self.batch.fetch(piece)

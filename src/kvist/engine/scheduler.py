@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvist.config import LayerPlan
@@ -164,13 +165,22 @@ class Queue:
             del self.levels[priority]
         return None
 
-    def pop(self) -> Job:
-        """Remove and return `head()`."""
-        job = self.head()
-        assert job is not None
-        self.levels[job.priority][job.request.tenant].popleft()
+    def turns(self) -> Iterator[Job]:
+        """Waiting jobs as their turns come: `head()`, then who would follow if those before were not there. Do not change the
+        queue on the way."""
+        head = self.head()
+        if head is None:
+            return
+        yield head
+        for priority in sorted(self.levels, reverse=True):
+            level = self.levels[priority]
+            for tenant in sorted(level, key=lambda name: self.served[name]):
+                yield from (job for job in level[tenant] if job is not head and job.state is not State.FINISHED)
+
+    def remove(self, job: Job) -> None:
+        """Take a waiting job out."""
+        self.levels[job.priority][job.request.tenant].remove(job)
         self.count -= 1
-        return job
 
     def charge(self, tenant: str, cost: float) -> None:
         """Account work to a tenant."""
@@ -183,6 +193,9 @@ class Queue:
 
 
 ACCOUNTS = 4096
+SPARE_DEADLINES = 16
+LOOK_AHEAD = 8
+"""Waiting jobs that are looked at for one whose pages nobody else is just computing."""
 
 
 class Scheduler:
@@ -236,8 +249,13 @@ class Scheduler:
         """Queue a job. Raises QueueFull."""
         self.require_room()
         self.queue.push(job)
-        if job.deadline is not None:
-            heapq.heappush(self.deadlines, (job.deadline, job.id, job))
+        if job.deadline is None:
+            return
+        if len(self.deadlines) > 2 * (self.queue.count + len(self.running)) + SPARE_DEADLINES:
+            # Jobs that ended long before their time would stay, with all their tokens.
+            self.deadlines = [entry for entry in self.deadlines if entry[2].state is not State.FINISHED]
+            heapq.heapify(self.deadlines)
+        heapq.heappush(self.deadlines, (job.deadline, job.id, job))
 
     def finish(self, job: Job, *, keep: bool = True) -> None:
         """End a job in any state and free what it holds; ending twice changes nothing. `keep` False offers nothing to others."""
@@ -322,13 +340,14 @@ class Scheduler:
         return -job.priority, self.queue.served[job.request.tenant], job.id
 
     def _next(self, step: StepPlan, turn: list[Job]) -> Job | None:
-        """The prefill that gets budget next, of those under way and the head of the queue (which is admitted by that)."""
+        """The prefill that gets budget next, of those under way and the queue (whose job is admitted by that)."""
         turn[:] = [job for job in turn if job.state is State.PREFILL]
         best = min(turn, key=self._rank, default=None)
-        head = self.queue.head()
-        first = head is not None and (best is None or self._rank(head) < self._rank(best))
-        # A head whose pages are being computed for another is admitted some steps later and then hits them.
-        if first and head is not None and not self.book.awaits(head) and self._admit(step, head):
+        # A job whose pages are being computed for another is admitted some steps later and then hits them; who stands behind
+        # it does not wait for that.
+        near = (job for job in islice(self.queue.turns(), LOOK_AHEAD) if best is None or self._rank(job) < self._rank(best))
+        head = next((job for job in near if not self.book.awaits(job)), None)
+        if head is not None and self._admit(step, head):
             return head
         if best is not None and best.state is State.PREFILL:
             turn.remove(best)
@@ -404,12 +423,14 @@ class Scheduler:
         if hit.partial is not None and need + spare > self.book.available:
             # The page to copy from is held as well; without it the job may just fit.
             self.book.release([hit.partial])
-            hit = hit._replace(partial=None, tokens=len(hit.pages) * size)
+            whole = len(hit.pages) * size
+            tiers = {**hit.tiers, "device": hit.tiers["device"] - (hit.tokens - whole)}
+            hit = hit._replace(partial=None, tokens=whole, tiers=tiers)
         if need + spare > self.book.available:
             self.book.release(hit.pages)
             return False
         fresh = self.book.allocate(need)
-        self.queue.pop()
+        self.queue.remove(job)
         job.slot = self.slots.pop()
         job.pages = [*hit.pages, *fresh]
         replay = self.replay if job.request.replay is None else job.request.replay
