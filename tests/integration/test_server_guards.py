@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from kvist.engine.errors import DeadlineExceeded, EngineStopped
-from tests.server_fakes import Live, Pause, says, serving
+from tests.server_fakes import TOKENIZER, Live, Pause, says, serving
 
 KEY = "kv-a-very-secret-key"
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
@@ -106,9 +106,45 @@ def test_slow_body_is_given_up() -> None:
         host, port = live.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
-            answer = b"".join(iter(lambda: raw.recv(4096), b""))
+            answer = read_to_the_end(raw)
         assert answer.startswith(b"HTTP/1.1 408")
         assert live.service.admission.running == 0
+
+
+def read_to_the_end(raw: socket.socket) -> bytes:
+    return b"".join(iter(lambda: raw.recv(1 << 16), b""))
+
+
+def test_slow_heads_are_given_up() -> None:
+    """Slow-loris: a head that never ends, at the start of a connection or behind a served request; fast ones are not touched."""
+    with serving(says("hi"), head_timeout_s=0.3) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        for before in (b"", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=5) as raw:
+                began = time.monotonic()
+                raw.sendall(before + b"GET /live HTTP/1.1\r\nHost: local")
+                answer = read_to_the_end(raw)
+            assert time.monotonic() - began < 3
+            assert answer.count(b"HTTP/1.1 200") == bool(before)
+        with live.http() as http:
+            for _ in range(3):
+                assert http.get("/live").status_code == 200
+                time.sleep(0.35)
+
+
+def test_a_stream_that_nobody_reads_is_given_up() -> None:
+    big = ["word"] * (28_000 // len(TOKENIZER.encode("word")))
+    with serving(says("</think>", *big, Pause(60), "end"), send_timeout_s=0.3, default_max_tokens=10**6) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        body = json.dumps(CHAT | {"stream": True, "max_tokens": 30_000}).encode()
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            raw.sendall(head.encode() + body)
+            wait_until(lambda: len(live.engine.requests) == 1)
+            wait_until(lambda: live.engine.open == 0 and live.service.admission.running == 0, 20)
+        assert live.engine.left_early == 1
 
 
 def test_too_many_at_a_time() -> None:

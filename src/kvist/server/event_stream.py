@@ -43,11 +43,12 @@ class EventStream(Response):
         pending: asyncio.Future[str] | None,
         *,
         keepalive_s: float,
+        send_timeout_s: float,
         on_error: Callable[[ApiError], str],
     ) -> None:
         super().__init__()
         self._events, self._pending = events, pending
-        self._keepalive_s, self._on_error = keepalive_s, on_error
+        self._keepalive_s, self._send_timeout_s, self._on_error = keepalive_s, send_timeout_s, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end or until the client goes."""
@@ -78,7 +79,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async def body(text: str, more: bool) -> None:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+            # A client that does not read fills the socket, and `send` waits: it is given up like one that has gone.
+            async with asyncio.timeout(self._send_timeout_s):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         if self._pending is not None and not self._pending.done():
             await body(KEEPALIVE, True)
@@ -110,12 +113,17 @@ async def _gone(receive: Receive) -> None:
 
 
 async def started(
-    events: AsyncIterator[str], *, wait_s: float, keepalive_s: float, on_error: Callable[[ApiError], str]
+    events: AsyncIterator[str],
+    *,
+    wait_s: float,
+    keepalive_s: float,
+    send_timeout_s: float,
+    on_error: Callable[[ApiError], str],
 ) -> EventStream:
     """A stream whose first event came, or did not come within `wait_s`. Raises the ApiError that came instead: the client gets
     a status then, and an event later."""
     pending = asyncio.ensure_future(anext(events))
-    stream = EventStream(events, pending, keepalive_s=keepalive_s, on_error=on_error)
+    stream = EventStream(events, pending, keepalive_s=keepalive_s, send_timeout_s=send_timeout_s, on_error=on_error)
     try:
         await asyncio.wait((pending,), timeout=wait_s)
         if pending.done() and not pending.cancelled() and isinstance(pending.exception(), ApiError):

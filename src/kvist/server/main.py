@@ -19,6 +19,7 @@ import uvicorn
 
 from kvist.server.app import create_app, create_service
 from kvist.server.logs import configure, note
+from kvist.server.patience import patient_protocol
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, read_settings
@@ -76,6 +77,7 @@ def serve_app(service: Service, *, on_ready: Callable[[int], None] | None = None
         create_app(service),
         host=settings.host,
         port=settings.port,
+        http=patient_protocol(settings.head_timeout_s),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -157,7 +157,11 @@ class Service:
     async def stream(self, events: AsyncIterator[str], on_error: Callable[[ApiError], str]) -> EventStream:
         """A stream of events' text. Raises the ApiError that came instead of the first one, if it came soon."""
         return await started(
-            events, wait_s=self.settings.headers_after_s, keepalive_s=self.settings.keepalive_s, on_error=on_error
+            events,
+            wait_s=self.settings.headers_after_s,
+            keepalive_s=self.settings.keepalive_s,
+            send_timeout_s=self.settings.send_timeout_s,
+            on_error=on_error,
         )
 
 

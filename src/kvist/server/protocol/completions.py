@@ -84,6 +84,8 @@ def _ids(prompt: Any, served: Served) -> list[int]:
         except TokenizerError as error:
             raise ApiError("invalid_prompt", str(error), param="prompt") from error
     size = min(served.vocab_size, len(served.tokenizer))
+    if not prompt:
+        raise ApiError("invalid_value", "a prompt of token ids is empty; give at least one", param="prompt")
     if bad := [token for token in prompt if not 0 <= token < size]:
         raise ApiError("invalid_value", f"prompt holds token id {bad[0]}, the vocabulary is 0..{size - 1}", param="prompt")
     return list(prompt)
