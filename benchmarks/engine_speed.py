@@ -153,9 +153,12 @@ def gaps_beside_prompts(made: Engine, decoding: int, steps: int) -> list[float]:
 
 def _latency(options: Options) -> Iterator[Case]:
     for mixed in (64, 256):
-        # The bound is a step of as many full rows as may run and the whole mixed budget: measured with one slot for prompts.
-        bound = 1e3 * max(gaps_beside_prompts(engine(mixed_cost=mixed, pages=16 * 40), STREAMS - 1, GAPS // 2))
+        # The bound is a step of as many full rows as may run and the whole mixed budget: measured with one slot for prompts,
+        # before and after, since the machine may be slower at one of the three times.
+        full = [gaps_beside_prompts(engine(mixed_cost=mixed, pages=16 * 40), STREAMS - 1, GAPS // 2)]
         gaps = gaps_beside_prompts(engine(mixed_cost=mixed, pages=16 * 40), 8, GAPS)
+        full.append(gaps_beside_prompts(engine(mixed_cost=mixed, pages=16 * 40), STREAMS - 1, GAPS // 2))
+        bound = 1e3 * max(map(max, full))
         p50, p95 = (1e3 * value for value in (statistics.median(gaps), statistics.quantiles(gaps, n=20)[-1]))
 
         def check(p95: float = p95, bound: float = bound, count: int = len(gaps)) -> None:
