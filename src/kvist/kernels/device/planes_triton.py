@@ -7,6 +7,7 @@ Shapes: N rows, B channel pairs, G groups of a row. `PLAIN`: no inline assembly 
 (Triton's interpreter has neither assembly nor bfloat16 products).
 """
 
+# ruff: noqa: RET505 (Triton compiles what follows an `if` of constants unless it is an `else`)
 from __future__ import annotations
 
 import triton

@@ -7,6 +7,7 @@ in base 2; the sink enters the last denominator only. Imported only where Triton
 Shapes: N queries, H heads, C channels as 2 planes of B pairs, W window entries, K selected rows, S shares.
 """
 
+# ruff: noqa: RET505 (Triton compiles what follows an `if` of constants unless it is an `else`)
 from __future__ import annotations
 
 import triton

@@ -180,8 +180,8 @@ def _launch(
     grid = (n, cut.splits, sizes["PARTS"] * -(-heads // sizes["HT"]))
     planes = torch.empty((n, heads, channels), dtype=torch.float32 if interpreted() else q_NHC.dtype, device=q.device)
     attend[grid](
-        q, planes, out, sink_H.float(), cos, sin, values, scales, span_N2.contiguous(), slot_N, source, table, topk, shares, peaks,
-        totals, heads, k, values.shape[1], *strides, *of_pages, channels**-0.5 * LOG2_E.value, PAIRS=pairs, TURNED=turned,
+        q, planes, out, sink_H.float(), cos, sin, values, scales, span_N2.contiguous(), slot_N, source, table, topk, shares,
+        peaks, totals, heads, k, values.shape[1], *strides, *of_pages, channels**-0.5 * LOG2_E.value, PAIRS=pairs, TURNED=turned,
         SPLITS=cut.splits, PLANAR=False, PACKED_WINDOW=packed_ring, PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(),
         num_warps=cut.warps, num_stages=1, **sizes,
     )  # fmt: skip
