@@ -10,6 +10,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -300,3 +301,31 @@ def test_killed_and_restarted(tmp_path: Path) -> None:
     assert second.process.wait(30) == 0
     second.reader.join(10)
     assert any('"drained"' in line and '"all_ended": true' in line for line in second.lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "abc"], "setting port"),
+        (["--host", "0.0.0.0"], "reachable from outside"),
+        (["--memory", "1MB"], "give at least"),
+        (["--config", "/no/such/file.toml"], "is no file"),
+    ],
+)
+def test_what_cannot_start_says_why(tmp_path: Path, flags: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "kvist", "serve", str(NANO), "--cache-dir", str(tmp_path), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "kvist", "serve", str(NANO), "--cache-dir", str(tmp_path), "--port", port]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 2
+    assert f"127.0.0.1:{port}: Address already in use" in result.stderr
+    assert "loading" not in result.stderr, "that is found out before the model is read"
+    assert "Traceback" not in result.stderr

@@ -6,7 +6,6 @@ Owns the life of the process. `launch` comes from the engine's side, which loads
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -94,10 +93,24 @@ def serve(model: str, arguments: list[str], config: Path | None = None) -> None:
     """`kvist serve MODEL`: settings, model, server, until a signal. Raises ValueError and named errors for what cannot be."""
     settings = read_settings(arguments, config=config)
     configure(settings.log_level, settings.log_format)
-    asyncio.run(_serve(model, settings))
+    with bound_socket(settings.host, settings.port) as bound:
+        asyncio.run(_serve(model, settings, bound))
 
 
-async def _serve(model: str, settings: ServerSettings) -> None:
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket on an address, not listening yet: who comes before the model is there is refused, not kept waiting. OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
+    return bound
+
+
+async def _serve(model: str, settings: ServerSettings, bound: socket.socket) -> None:
     from kvist.engine.launch import LaunchOptions, launch
 
     note("loading", model=model)
@@ -105,10 +118,7 @@ async def _serve(model: str, settings: ServerSettings) -> None:
     launched = await asyncio.to_thread(launch, model, options)
     try:
         service = create_service(served_model(launched), settings)
-        await serve_app(service).serve()
-    except OSError as error:
-        note("failed", level=logging.ERROR, reason=str(error))
-        raise
+        await serve_app(service).serve([bound])
     finally:
         await launched.close()
         note("closed")
