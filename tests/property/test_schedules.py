@@ -68,7 +68,7 @@ def test_every_path_gives_the_same_bits_many(config: ModelConfig, chunk: int, cu
 
 
 def check_paths(config: ModelConfig, chunk: int, cut: int, seed: int) -> None:
-    model = random_model(config, Numerics(deterministic=True), seed)
+    model = random_model(config, Numerics(deterministic=True, impl="cpu" if seed % 2 else "ref"), seed)
     ids = torch.randint(4, 256, (22,), generator=torch.Generator().manual_seed(seed))
     full = Session(model, chunk=10_000).score(ids)
     assert torch.equal(Session(model, chunk=chunk).score(ids), full)

@@ -1,4 +1,4 @@
-"""The prefix index: what is found, what is kept, what goes (PFX-03, -07, -09, -11, -13, -15, KVP-05, -07, -09)."""
+"""The prefix index: what is found, what is kept, what goes (PFX-03, -07, -09, -11, -13, -15, KVP-05, -07)."""
 
 from __future__ import annotations
 
@@ -7,55 +7,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, page_key, root
+from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, root
 from kvist.cache.page_ends import PageEnds
 from kvist.cache.pool import CacheFull, PagePool
-from kvist.cache.prefix import LowerPage, Match, PrefixIndex, PrefixQuery
-
-ROOT = root(b"m" * 32, "numerics", b"", 4)
-CAT, DOG = b"c" * 32, b"d" * 32
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 1000, count).tolist()
-
-
-class Shop:
-    """An index with its pool, and what a request does with them, without any page bytes."""
-
-    def __init__(self, pages: int = 64, page_tokens: int = 4, tiers=()) -> None:
-        self.pool = PagePool(pages)
-        self.index = PrefixIndex(self.pool, page_tokens, tiers)
-        self.page_tokens = page_tokens
-
-    def chain(self, tokens, images=(), start: bytes = ROOT) -> Chain:
-        chain = Chain(start, self.page_tokens)
-        chain.extend(tokens, images)
-        return chain
-
-    def store(self, tokens, images=(), *, start: bytes = ROOT, provenance: int = EXACT) -> list[int]:
-        """A request with these tokens runs and ends: a hit is used, the rest computed, all of it published."""
-        chain = self.chain(tokens, images, start)
-        found = self.index.match(PrefixQuery(chain, provenance))
-        pages = list(found.pages) + self.pool.allocate(-(-chain.tokens // self.page_tokens) - len(found.pages))
-        if found.partial:
-            self.pool.release([found.partial[0]])
-        whole = len(chain.digests)
-        assert self.index.publish(chain, len(found.pages), pages[len(found.pages) : whole], provenance) is not None
-        if chain.tail_tokens:
-            self.index.publish_partial(chain, pages[whole], provenance)
-        self.pool.release(pages)
-        self.index.check()
-        return pages
-
-    def hit(self, tokens, images=(), **changes) -> Match:
-        """What a request would find; references are given back at once."""
-        start = changes.pop("start", ROOT)
-        found = self.index.match(PrefixQuery(self.chain(tokens, images, start), **changes))
-        assert all(self.pool.references(page) for page in found.retained)
-        self.pool.release(found.retained)
-        self.index.check()
-        return found
+from kvist.cache.prefix import PrefixIndex, PrefixQuery
+from tests.unit.prefix_shop import CAT, DOG, ROOT, Shop, ids
 
 
 @pytest.fixture
@@ -426,78 +382,6 @@ def test_stored_ends_are_bounded_and_pages_without_them_go() -> None:
     assert shop.hit(ids(7, 99)).tokens == 7
     assert shop.hit(ids(7, 0)).tokens == 4
     assert shop.pool.free + shop.pool.cached == 512
-
-
-# ---- tiers
-
-
-class Shelf:
-    """A tier that holds keys."""
-
-    def __init__(self, name: str, keys=()) -> None:
-        self.name, self.keys, self.asked = name, set(keys), 0
-
-    def holds(self, key: bytes) -> bool:
-        self.asked += 1
-        return key in self.keys
-
-
-def test_lower_tiers_continue_the_hit() -> None:
-    a = ids(26)
-    host, disk = Shelf("host"), Shelf("disk")
-    shop = Shop(tiers=(host, disk))
-    digests = shop.chain(a).digests
-    host.keys = {digests[3], digests[5]}
-    disk.keys = {digests[2], digests[3], digests[4]}
-    pages = shop.store(a[:8])
-    found = shop.hit(a)
-    assert found.lower == [
-        LowerPage(number, digests[number], EXACT, tier, 4)
-        for number, tier in ((2, "disk"), (3, "host"), (4, "disk"), (5, "host"))
-    ]
-    assert found.tiers == ["device", "device", "disk", "host", "disk", "host"]
-    assert (found.pages, found.tokens, found.reach) == (pages[:2], 8, 24)
-    limited = shop.hit(a, limit=15)
-    assert [page.tokens for page in limited.lower] == [4, 3]
-    assert limited.reach == 15
-    assert shop.hit(a, tiers=False).lower == []
-    assert shop.index.counters.tokens_lower == 16 + 7
-
-
-def test_kvp_09_a_gap_in_a_tier_ends_the_hit() -> None:
-    a = ids(40)
-    disk = Shelf("disk")
-    shop = Shop(tiers=(disk,))
-    digests = shop.chain(a).digests
-    disk.keys = set(digests) - {digests[3]}
-    assert [page.number for page in shop.hit(a).lower] == [0, 1, 2]
-    assert disk.asked == 4, "nothing behind the gap is asked for"
-    disk.keys = set()
-    assert shop.hit(a).reach == 0
-
-
-def test_tiers_respect_provenance() -> None:
-    a = ids(12)
-    disk = Shelf("disk")
-    shop = Shop(tiers=(disk,))
-    digests = shop.chain(a).digests
-    disk.keys = {digests[0], page_key(digests[1], bounded(8)), page_key(digests[2], bounded(8))}
-    assert shop.hit(a).reach == 4
-    assert shop.hit(a, provenance=bounded(9)).reach == 4
-    assert [page.provenance for page in shop.hit(a, provenance=bounded(8)).lower] == [EXACT, 8, 8]
-
-
-def test_restored_pages_are_published_like_computed_ones() -> None:
-    a = ids(12)
-    disk = Shelf("disk")
-    shop = Shop(tiers=(disk,))
-    chain = shop.chain(a)
-    disk.keys = set(chain.digests)
-    found = shop.index.match(PrefixQuery(chain))
-    pages = shop.pool.allocate(len(found.lower))
-    assert shop.index.publish(chain, found.lower[0].number, pages, found.lower[0].provenance) == pages
-    shop.pool.release(pages)
-    assert (shop.hit(a).pages, shop.hit(a).lower) == (pages, [])
 
 
 # ---- accounts

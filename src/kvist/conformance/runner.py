@@ -16,6 +16,7 @@ from rich.text import Text
 from kvist.conformance.case import Case, load_case
 from kvist.conformance.check import FAIL, NOTE, PASS, Check, judged
 from kvist.conformance.errors import CaseError
+from kvist.model.numerics import Numerics
 
 SHIPPED = ("text-fp32", "dspark", "vision-two-images", "quantisers", "pure-functions")
 DEFAULT_IMPL = "wide"
@@ -78,6 +79,7 @@ def conformance(
 ) -> int:
     """The command: run, print one table a case and the count as the last line; 0 if nothing failed, else 1."""
     console = console or Console()
+    Numerics(impl=impl)  # an unknown name is refused here, also where a case needs no model
     try:
         chosen = list(folders) or shipped_cases()
     except CaseError as error:

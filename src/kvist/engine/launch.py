@@ -84,7 +84,7 @@ def launch(name: str, options: LaunchOptions) -> Launched:
     numerics = Numerics(
         dtype=DTYPES[options.dtype],
         deterministic=options.deterministic,
-        impl="ref" if options.deterministic else options.impl,
+        impl=options.impl,
     )
     if options.expert_budget is None:
         model = build_model(folder, numerics=numerics)

@@ -25,6 +25,7 @@ from kvist.engine.generate import Finished, GenerateParams, TextDelta, stream
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Progress as PrefillProgress
 from kvist.engine.session import Sequence, Session
+from kvist.kernels.native import threads
 from kvist.model.numerics import Numerics
 from kvist.page_layout import PageLayout
 from kvist.text.tokenizer import Tokenizer
@@ -57,9 +58,8 @@ def load_session(name: str, options: RunOptions) -> tuple[Session, Tokenizer]:
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
     folder = locate(name)
-    impl = "ref" if options.deterministic else options.impl
     dtype = DTYPES[options.dtype]
-    numerics = Numerics(dtype=dtype, deterministic=options.deterministic, impl=impl)
+    numerics = Numerics(dtype=dtype, deterministic=options.deterministic, impl=options.impl)
     budget = options.expert_budget_bytes
     if budget is None:
         model = build_model(folder, numerics=numerics)
@@ -114,7 +114,8 @@ def stream_to(
                 write("\n")
                 return event
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
     raise AssertionError("a stream ends with Finished")
 
 
@@ -163,7 +164,7 @@ def book_text() -> str:
 def run_demo(name: str, out: Console) -> None:
     """The main job: continue a book, read 16K tokens and continue them, then a table of rates and cache bytes."""
     began = time.perf_counter()
-    out.print(f"[bold]kvist demo[/bold]: {name} on this CPU, {torch.get_num_threads()} threads")
+    out.print(f"[bold]kvist demo[/bold]: {name} on this CPU, {threads()} thread(s)")
     session, tokenizer = load_session(name, RunOptions())
     config = session.model.config
     book = book_text()
@@ -233,7 +234,11 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        return prompt_file.read_text(encoding="utf-8")
+        try:
+            return prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            where = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{prompt_file} is not UTF-8 text ({where}); convert it first") from error
     if sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text in")
     return sys.stdin.read()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvist.kernels.native import native_or_none
 from kvist.kernels.quantise import quantise
 from kvist.quant import (
     dequantise_fp4_weight,
@@ -20,6 +21,8 @@ from kvist.quant import (
     straight_through,
 )
 
+IMPLS = ("ref", "wide", "cpu", "gpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
@@ -28,7 +31,9 @@ class Numerics:
     `dtype`: float32 or bfloat16 of activations and stored weights. `deterministic`: a row's bits never depend on what
     shares its batch or chunk. `quantise`: activations and caches pass the released quantisers (straight-through when
     gradients flow). `quantise_weights`: weights too, for training towards the released format. `impl`: `ref`, `wide` (sums
-    in float64, for judging) or the name of a faster set of operators (`cpu`: native code, inference only).
+    in float64, for judging) or the name of a faster set of operators (`cpu`: native code, inference only). Native float32
+    operators sum a row in one order whatever shares the call, so `deterministic` costs them nothing; elsewhere it runs the
+    reference on tiles of one size.
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,15 +42,25 @@ class Numerics:
     quantise_weights: bool = False
     impl: str = "ref"
 
+    def __post_init__(self) -> None:
+        if self.impl not in IMPLS:
+            raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {self.impl!r}")
+
     @property
     def product_impl(self) -> str:
         """Implementation of row products (linear layers, experts, hyper-connection projections)."""
-        return "rows16" if self.deterministic else self.impl
+        return "rows16" if self.in_tiles else self.impl
 
     @property
     def query_impl(self) -> str:
         """Implementation of query-wise operators (attention, index selection)."""
-        return "rows" if self.deterministic else self.impl
+        return "rows" if self.in_tiles else self.impl
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether `deterministic` needs the reference on tiles: not where native float32 code runs every operator."""
+        native = self.impl == "cpu" and self.dtype is torch.float32 and native_or_none() is not None
+        return self.deterministic and not native
 
     @property
     def row_impl(self) -> str:

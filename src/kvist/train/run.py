@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvist.checkpoint.locate import shipped_folders
 from kvist.config import ModelConfig
 from kvist.config_json import load_config
 from kvist.presets import PRESETS, preset
@@ -66,10 +67,7 @@ def run(
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    file = tokenizer or Path(f"models/{model}/tokenizer.json")
-    if not file.is_file():
-        raise TrainingError(f"no tokenizer at {file}; name one with --tokenizer")
-    Tokenizer(file)  # an unusable file is named before anything is made
+    file = _checked(tokenizer or _own_tokenizer(model))
     recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
     out.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(Corpus(data, "train"), mixture or Mixture(), recall, recipe.seed)
@@ -127,6 +125,21 @@ def _finish(
             judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit
         )
     return results
+
+
+def _own_tokenizer(model: str) -> Path:
+    """The tokenizer beside a shipped model of that name or a given config.json."""
+    given = Path(model)
+    folder = given.parent if given.is_file() else next((at / model for at in shipped_folders() if (at / model).is_dir()), given)
+    return folder / "tokenizer.json"
+
+
+def _checked(file: Path) -> Path:
+    """The tokenizer file; a missing or unusable one is named before anything is made."""
+    if not file.is_file():
+        raise TrainingError(f"no tokenizer at {file}; name one with --tokenizer")
+    Tokenizer(file)
+    return file
 
 
 def _device(name: str) -> torch.device:

@@ -44,7 +44,7 @@ class SamplingParams:
         _between("temperature", self.temperature, 0, 100, "0 is greedy, 1 is the model's own distribution")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}; 0 is greedy")
-        _integer("top_k", self.top_k, 0, None, "0 switches it off")
+        _integer("top_k", self.top_k, 0, 1 << 31, "0 switches it off")
         _between("top_p", self.top_p, 0, 1, "1 switches it off; for the best token only use temperature 0", low_open=True)
         _between("min_p", self.min_p, 0, 1, "0 switches it off")
         _between("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 switches it off, above 1 discourages repetition")
