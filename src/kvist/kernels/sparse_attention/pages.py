@@ -37,7 +37,7 @@ def attend_pages(
     topk = None if source is None or topk_NK is None else i64(topk_NK)
     out = torch.empty_like(q)
     failed = native.kvist_pages_attend(
-        0 if topk is None else ctypes.addressof(source),
+        0 if source is None or topk is None else ctypes.addressof(source),
         ctypes.addressof(ring),
         segments_S5.data_ptr(),
         len(segments_S5),
