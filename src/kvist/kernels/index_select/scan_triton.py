@@ -26,22 +26,8 @@ def _ordered(score, allowed):
 
 
 @triton.jit
-def _best(order, K: tl.constexpr, R: tl.constexpr):
-    """Which of [R,L] are among the K best of their line, first ones of equals, and the K-th value [R,1] (0: fewer than K)."""
-    cut = tl.zeros([R, 1], tl.uint32)
-    for step in range(32):
-        trial = cut | (tl.full([R, 1], 1, tl.uint32) << (31 - step))
-        enough = tl.sum((order >= trial).to(tl.int32), 1, keep_dims=True) >= K
-        cut = tl.where(enough, trial, cut)
-    above = order > cut
-    tied = (order == cut) & (order > 0)
-    room = K - tl.sum(above.to(tl.int32), 1, keep_dims=True)
-    return above | (tied & (tl.cumsum(tied.to(tl.int32), 1) <= room)), cut
-
-
-@triton.jit
-def _best_of_line(order, K: tl.constexpr):
-    """`_best` of one line [L]."""
+def _best(order, K: tl.constexpr):
+    """Which of [L] are among the K best, first ones of equals, and the K-th value [1] (0: fewer than K)."""
     cut = tl.full([1], 0, tl.uint32)
     for step in range(32):
         trial = cut | (tl.full([1], 1, tl.uint32) << (31 - step))
@@ -50,47 +36,49 @@ def _best_of_line(order, K: tl.constexpr):
     above = order > cut
     tied = (order == cut) & (order > 0)
     room = K - tl.sum(above.to(tl.int32), 0)
-    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room)), cut
 
 
 @triton.jit
 def _buffered(orders, ids, at, count, CAP: tl.constexpr):
-    """The buffer's entries [R,CAP], after all threads have written theirs."""
-    tl.debug_barrier()
-    place = tl.arange(0, CAP)[None, :]
-    held = place < count[:, None]
-    order = tl.load(orders + at[:, None] + place, mask=held, other=0).to(tl.uint32, bitcast=True)
-    return order, tl.load(ids + at[:, None] + place, mask=held, other=-1)
+    """One query's buffer [CAP]; its writers have passed a barrier."""
+    place = tl.arange(0, CAP)
+    held = place < count
+    order = tl.load(orders + at + place, mask=held, other=0).to(tl.uint32, bitcast=True)
+    return order, tl.load(ids + at + place, mask=held, other=-1)
 
 
 @triton.jit
-def _cut_back(orders, ids, at, count, K: tl.constexpr, R: tl.constexpr, CAP: tl.constexpr):
-    """Keep the K best of each line of the buffer, in their order. Returns the new counts and what a newcomer must beat."""
-    order, entry = _buffered(orders, ids, at, count, CAP)
+def _cut_back(orders, ids, at, count, least, K: tl.constexpr, R: tl.constexpr, CAP: tl.constexpr):
+    """Keep the K best of every query's buffer, in their order. Returns the new counts and what a newcomer must beat."""
+    member = tl.arange(0, R)
     tl.debug_barrier()
-    kept, cut = _best(order, K, R)
-    place = at[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
-    tl.store(orders + place, order.to(tl.int32, bitcast=True), mask=kept)
-    tl.store(ids + place, entry, mask=kept)
+    # Query by query: all buffers at once would not fit the registers.
+    for r in range(R):
+        mine = member == r
+        order, entry = _buffered(orders, ids, at + r * CAP, tl.sum(tl.where(mine, count, 0), 0), CAP)
+        tl.debug_barrier()
+        kept, cut = _best(order, K)
+        place = at + r * CAP + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(orders + place, order.to(tl.int32, bitcast=True), mask=kept)
+        tl.store(ids + place, entry, mask=kept)
+        count = tl.where(mine, tl.sum(kept.to(tl.int32), 0), count)
+        least = tl.where(mine, cut, least)
     tl.debug_barrier()
-    return tl.sum(kept.to(tl.int32), 1), tl.reshape(cut, [R])
+    return count, least
 
 
 @triton.jit
-def _write_list(out_orders, out_ids, at, order, entry, kept, alive, K: tl.constexpr, WRITE_ORDERS: tl.constexpr,
-                L: tl.constexpr):  # fmt: skip
-    """Write the kept of [R,L] as lists of K at `at` [R], ascending, filled up with (0, -1)."""
-    place = tl.cumsum(kept.to(tl.int32), 1) - 1
-    number = tl.sum(kept.to(tl.int32), 1, keep_dims=True)
-    kept = kept & alive[:, None]
-    tl.store(out_ids + at[:, None] + place, entry, mask=kept)
-    # K <= L: the places after the last kept one.
-    fill = tl.arange(0, L)[None, :]
-    empty = (fill >= number) & (fill < K) & alive[:, None]
-    tl.store(out_ids + at[:, None] + fill, tl.zeros_like(entry) - 1, mask=empty)
+def _write_list(out_orders, out_ids, to, order, entry, kept, K: tl.constexpr, WRITE_ORDERS: tl.constexpr, L: tl.constexpr):
+    """Write the kept of [L] as a list of K at `to`, in their order, filled up with (0, -1). K <= L."""
+    at = to + tl.cumsum(kept.to(tl.int32), 0) - 1
+    fill = tl.arange(0, L)
+    empty = (fill >= tl.sum(kept.to(tl.int32), 0)) & (fill < K)
+    tl.store(out_ids + at, entry, mask=kept)
+    tl.store(out_ids + to + fill, tl.zeros_like(entry) - 1, mask=empty)
     if WRITE_ORDERS:
-        tl.store(out_orders + at[:, None] + place, order.to(tl.int32, bitcast=True), mask=kept)
-        tl.store(out_orders + at[:, None] + fill, tl.zeros_like(entry), mask=empty)
+        tl.store(out_orders + at, order.to(tl.int32, bitcast=True), mask=kept)
+        tl.store(out_orders + to + fill, tl.zeros_like(entry), mask=empty)
 
 
 @triton.jit
@@ -161,7 +149,7 @@ def scan(
     sees = tl.where(alive, tl.load(visible + line), 0).to(tl.int32)
     pair = tl.arange(0, PB)
     q_even, q_odd, weight = _queries(q, weights, line, alive, pair, J, PAIRS, R, JP, PLAIN)
-    buffer = (group * shares + share) * (R * CAP) + member * CAP
+    buffer = (group * shares + share) * (R * CAP)
     count = tl.zeros([R], tl.int32)
     least = tl.zeros([R], tl.uint32)
     at = share * chunk
@@ -193,16 +181,20 @@ def scan(
             inside = alive[:, None] & (number * BS < sees[:, None])
             tl.store(block_orders + line[:, None] * block_stride + number, best.to(tl.int32, bitcast=True), mask=inside)
         enters = order > least[:, None]
-        to = buffer[:, None] + count[:, None] + tl.cumsum(enters.to(tl.int32), 1) - 1
+        to = buffer + (member * CAP + count)[:, None] + tl.cumsum(enters.to(tl.int32), 1) - 1
         tl.store(buffer_orders + to, order.to(tl.int32, bitcast=True), mask=enters)
         tl.store(buffer_ids + to, tl.broadcast_to(row[None, :], [R, KT]), mask=enters)
         count += tl.sum(enters.to(tl.int32), 1)
         if tl.max(count, 0) > CAP - KT:
-            count, least = _cut_back(buffer_orders, buffer_ids, buffer, count, K, R, CAP)
+            count, least = _cut_back(buffer_orders, buffer_ids, buffer, count, least, K, R, CAP)
         at += KT
-    order, entry = _buffered(buffer_orders, buffer_ids, buffer, count, CAP)
-    kept, _ = _best(order, K, R)
-    _write_list(out_orders, out_ids, (line * shares + share) * K, order, entry, kept, alive, K, WRITE_ORDERS, CAP)
+    tl.debug_barrier()
+    for r in range(R):
+        if r < members:
+            order, entry = _buffered(buffer_orders, buffer_ids, buffer + r * CAP, tl.sum(tl.where(member == r, count, 0), 0), CAP)
+            kept, _ = _best(order, K)
+            to = ((first + r).to(tl.int64) * shares + share) * K
+            _write_list(out_orders, out_ids, to, order, entry, kept, K, WRITE_ORDERS, CAP)
 
 
 @triton.jit
@@ -223,14 +215,5 @@ def join(
     entry = place
     if NUMBERED:
         entry = tl.load(ids + line * length + place, mask=held, other=-1)
-    kept = _best_of_line(order, K)
-    to = (line * segments + segment) * K
-    at = to + tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(out_ids + at, entry, mask=kept)
-    # K <= L: the places after the last kept one.
-    fill = tl.arange(0, L)
-    empty = (fill >= tl.sum(kept.to(tl.int32), 0)) & (fill < K)
-    tl.store(out_ids + to + fill, tl.zeros_like(place) - 1, mask=empty)
-    if WRITE_ORDERS:
-        tl.store(out_orders + at, order.to(tl.int32, bitcast=True), mask=kept)
-        tl.store(out_orders + to + fill, tl.zeros_like(place), mask=empty)
+    kept, _ = _best(order, K)
+    _write_list(out_orders, out_ids, (line * segments + segment) * K, order, entry, kept, K, WRITE_ORDERS, L)
