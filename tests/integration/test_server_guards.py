@@ -9,13 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
 from kvist.engine.errors import DeadlineExceeded, EngineStopped
-from tests.server_fakes import TOKENIZER, Live, Pause, says, serving
+from tests.server_fakes import TOKENIZER, Live, Pause, says, scripted, serving
 
 KEY = "kv-a-very-secret-key"
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
@@ -199,6 +200,13 @@ def test_late_errors_are_events_and_early_ones_statuses() -> None:
     with serving(says(EngineStopped("closed"))) as live, pytest.raises(openai.APIStatusError) as stopped:
         live.openai().chat.completions.create(**CHAT)
     assert stopped.value.status_code == 503
+
+
+def test_not_ready_once_the_engine_has_stopped() -> None:
+    with serving(replace(scripted(says("hi")), stopped=lambda: "the engine failed")) as live, live.http() as http:
+        answer = http.get("/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
+        assert http.get("/live").status_code == 200
 
 
 def test_quota_of_a_key() -> None:

@@ -327,6 +327,42 @@ def test_tokenize(live: Live) -> None:
         assert http.post("/tokenize", json={}).status_code == 400
 
 
+def test_what_is_never_closed_and_what_is_cut_in_a_character() -> None:
+    """PAR-07 and SRV-03: no end text in any field, nothing held for ever, stream and whole agree."""
+    off = {"thinking": {"type": "disabled"}}
+    half = TOKENIZER.encode("🐈")[:-1]
+    for said, extra, content, reasoning in (
+        (["Good morning!"], off, "Good morning!", ""),
+        (["Good morning!"], {}, "", "Good morning!"),
+        (["a\ufffd"], off, "a\ufffd", ""),
+        (["a", *half], off, "a\ufffd", ""),
+    ):
+        with serving(says(*said)) as live:
+            client = live.openai()
+            answer = client.chat.completions.create(model="nano", messages=HELLO, extra_body=extra)
+            message = answer.choices[0].message
+            assert (message.content, getattr(message, "reasoning_content", "")) == (content, reasoning)
+            assert answer.usage is not None
+            ids = [token for step in said for token in ([step] if isinstance(step, int) else TOKENIZER.encode(step))]
+            assert answer.usage.completion_tokens == len(ids) + 1
+            chunks = list(client.chat.completions.create(model="nano", messages=HELLO, extra_body=extra, stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+            assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_of_a_response(live: Live) -> None:
+    with live.openai().responses.stream(
+        model="nano", input="hello", include=["message.output_text.logprobs"], top_logprobs=2, reasoning={"effort": "none"}
+    ) as stream:
+        told = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
+        message = stream.get_final_response().output[-1]
+    assert message.type == "message"
+    kept = message.content[0].logprobs  # type: ignore[union-attr]
+    assert kept is not None
+    assert [entry.token for entry in kept] == [entry.token for entry in told]
+    assert all(len(entry.top_logprobs) == 2 for entry in kept)
+
+
 def test_errors_of_the_engine() -> None:
     """SRV-09's face: before a token a status, after one an error event in the stream and no more."""
     from kvist.engine.errors import NonFiniteLogits, QueueFull
