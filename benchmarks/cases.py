@@ -31,7 +31,8 @@ class TimedCase:
     `variants` maps a name to one complete run; all must do the same work. `check` raises `WrongResult` if a variant
     disagrees with the reference. `work` with unit `tokens/s`, `rows/s`, ... is divided by the time; without it the
     value is the time itself in microseconds. `floor` is the physical limit in the unit of the value.
-    `moved_bytes` and `flops` are those of one run and fill the table's rate columns.
+    `moved_bytes` and `flops` are those of one run and fill the table's rate columns. A run that consists of `calls` equal
+    calls (a replayed graph) reports one call: value, floor, work, bytes and operations are those of a call.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TimedCase:
     floor: float | None = None
     moved_bytes: float | None = None
     flops: float | None = None
+    calls: int = 1
 
     def __post_init__(self) -> None:
         if self.subject not in self.variants:
@@ -57,7 +59,8 @@ class TimedCase:
 
     def value(self, seconds: float) -> float:
         """The row's value for a run of `seconds`: microseconds, or work a second."""
-        return seconds * 1e6 if self.work is None else self.work / seconds
+        each = seconds / self.calls
+        return each * 1e6 if self.work is None else self.work / each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,14 @@ MODULES: dict[str, str] = {
     "replay-cost": "replay_cost",
     "agent": "agent_trace",
     "replay": "replay_quality",
+    "gpu-experts": "gpu_experts",
+    "gpu-expert-cuts": "gpu_expert_cuts",
+    "gpu-linear": "gpu_linear",
+    "gpu-streams": "gpu_streams",
+    "gpu-attention": "gpu_attention",
+    "gpu-attention-cuts": "gpu_attention_cuts",
+    "gpu-select": "gpu_select",
+    "gpu-select-cuts": "gpu_select_cuts",
 }
 
 

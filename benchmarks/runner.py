@@ -104,8 +104,8 @@ def _timed_line(case: TimedCase, name: str, timing: Timing, row: Row) -> Line:
         value=case.value(timing.median),
         unit=case.unit,
         spread=timing.spread,
-        gigabytes_per_s=None if case.moved_bytes is None else case.moved_bytes / timing.median / 1e9,
-        gigaflops_per_s=None if case.flops is None else case.flops / timing.median / 1e9,
+        gigabytes_per_s=None if case.moved_bytes is None else case.moved_bytes * case.calls / timing.median / 1e9,
+        gigaflops_per_s=None if case.flops is None else case.flops * case.calls / timing.median / 1e9,
         percent=row.percent_of_floor if name == case.subject else None,
     )
 

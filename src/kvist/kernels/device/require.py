@@ -15,7 +15,7 @@ from torch import Tensor
 OLDEST = (9, 0)
 
 
-class GpuUnavailable(RuntimeError):
+class GpuUnavailable(ValueError):
     """`impl="gpu"` was asked for where it cannot run; the message says what is missing and what runs instead."""
 
 
@@ -28,7 +28,7 @@ def interpreted() -> bool:
 def require_gpu() -> None:
     """Raise `GpuUnavailable` unless Triton and a card of compute capability 9.0 or newer are here (or the interpreter is)."""
     if importlib.util.find_spec("triton") is None:
-        raise GpuUnavailable("impl 'gpu' needs Triton (pip install 'kvist[gpu]'); impl 'ref' runs without it")
+        raise GpuUnavailable("impl 'gpu' needs Triton (kvist's extra gpu, or pip install triton); impl 'ref' runs without it")
     if interpreted():
         return
     if not torch.cuda.is_available():

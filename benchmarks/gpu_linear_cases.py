@@ -1,0 +1,88 @@
+"""Cases of `gpu-linear` (imported only where Triton is): released FP8 projections for one, 16, 64 and 4,096 rows.
+
+Weights are rotated so that L2 holds none; the peer, cuBLAS on bfloat16, reads twice our bytes and decodes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.cases import Options, TimedCase
+from benchmarks.gpu_timing import calls_for, copies_for, floor_us, graphed, require_equal, require_near
+from benchmarks.gpu_weights import random_panels, random_rows
+from kvist.kernels.device import PanelWeight, unpack_panels
+from kvist.kernels.linear.gpu import FEW, MANY, ONE, Cut, cut_for, product_gpu
+
+SHAPES = {
+    "wq_a + wkv": (1792, 5120, 1),
+    "wq_b": (32768, 1280, 1),
+    "wo_a, 8 groups": (8192, 4096, 8),
+    "wo_b": (5120, 8192, 1),
+    "engram wkv": (25600, 6144, 1),
+    "shared w1 + w3": (4608, 5120, 1),
+    "shared w2": (5120, 2304, 1),
+}
+CUTS = {
+    1: [Cut(8, 1, programs, 4, stages) for programs in (264, 1056) for stages in (3, 5)] + [ONE._replace(stages=6)],
+    16: [FEW._replace(programs=264), FEW._replace(stages=3), Cut(16, 2, 264, 8, 4)],
+    4096: [MANY._replace(stages=4), Cut(256, 2, 0, 8, 3), Cut(128, 1, 0, 4, 4)],
+}
+
+
+def call(groups: int, cut: Cut) -> Callable[[tuple[Tensor, PanelWeight]], Tensor]:
+    """One product cut as given."""
+    return lambda item: product_gpu(item[0], item[1], groups, cut)
+
+
+def cublas(groups: int) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    """The same product on a bfloat16 matrix."""
+
+    def run(item: tuple[Tensor, Tensor]) -> Tensor:
+        x_NI, w_OI = item
+        if groups == 1:
+            return F.linear(x_NI, w_OI)
+        return torch.einsum("ngi,goi->ngo", x_NI.unflatten(1, (groups, -1)), w_OI.unflatten(0, (groups, -1)))
+
+    return run
+
+
+def case(name: str, shape: tuple[int, int, int], rows: int) -> TimedCase:
+    """A projection for a number of rows, our cuts and the peer."""
+    outputs, inputs, groups = shape
+    nbytes = outputs * inputs * (1 + 4 / 4096) + 2 * rows * (outputs + groups * inputs)
+    flops = 2.0 * rows * outputs * inputs
+    floor = floor_us(nbytes, flops)
+    calls = calls_for(floor)
+    count = min(calls, copies_for(outputs * inputs)) if rows <= 64 else 2
+    x = random_rows(rows, groups * inputs, 1)
+    items = [(x, random_panels("fp8", outputs, inputs, seed=seed)) for seed in range(count)]
+    default = cut_for(rows, items[0][1], groups)
+    runs = {"kvist": call(groups, default)} | {str(tuple(cut)): call(groups, cut) for cut in CUTS.get(rows, [])}
+    few = [(x, unpack_panels(weight).bfloat16()) for _, weight in items[: max(2, count // 2)]]
+
+    def check() -> None:
+        want = cublas(groups)((few[0][0].double(), few[0][1].double())).flatten(1)
+        for name, run in runs.items():
+            got = run(items[0])
+            require_near(name, got, want, 4e-3)
+            for _ in range(20):
+                require_equal(f"{name}: repeated", run(items[0]), got)
+
+    check()
+    variants: dict[str, Callable[[], object]] = {name: graphed(run, items, calls) for name, run in runs.items()}
+    variants["cuBLAS bf16"] = graphed(cublas(groups), few, calls)
+    return TimedCase(
+        name=f"{name} {outputs} x {inputs}, {rows} rows", variants=variants, subject="kvist", check=check, floor=floor,
+        moved_bytes=nbytes, flops=flops, calls=calls,
+    )  # fmt: skip
+
+
+def build(options: Options) -> Iterator[TimedCase]:
+    """Every projection at every number of rows; quick: two projections, one row."""
+    for name, shape in list(SHAPES.items())[: 2 if options.quick else None]:
+        for rows in (1,) if options.quick else (1, 16, 64, 4096):
+            yield case(name, shape, rows)
