@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import openai
 import pytest
 
 from kvist.engine.errors import DeadlineExceeded, EngineStopped
-from tests.server_fakes import TOKENIZER, Live, Pause, says, scripted, serving
+from tests.server_fakes import NANO, TOKENIZER, Live, Pause, says, scripted, serving
 
 KEY = "kv-a-very-secret-key"
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
@@ -286,3 +287,14 @@ def test_openapi_names_every_body() -> None:
             schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
             assert schema["additionalProperties"] is False
             assert "$ref" not in json.dumps(schema)
+
+
+def test_the_documented_snippets_run() -> None:
+    """The Python blocks of docs/server.md, at this server's address."""
+    text = (NANO.parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    with serving(says("hi")) as live:
+        for block in blocks:
+            exec(compile(block.replace("http://127.0.0.1:8000", live.url), "docs/server.md", "exec"), {})
+        assert len(live.engine.requests) == 2

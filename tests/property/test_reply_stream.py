@@ -15,8 +15,8 @@ from tests.server_fakes import TOKENIZER
 
 MARK = "｜DSML｜"
 CALL = (
-    f'\n\n<{MARK} calls>\n<{MARK} invoke name="get">\n<{MARK} parameter name="city" string="true">Århus END 🐈</{MARK} parameter>\n'
-    f'<{MARK} parameter name="n" string="false">-7</{MARK} parameter>\n</{MARK} invoke>\n</{MARK} calls>'
+    f'\n\n<{MARK} calls>\n<{MARK} invoke name="get">\n<{MARK} parameter name="city" string="true">Århus END 🐈'
+    f'</{MARK} parameter>\n<{MARK} parameter name="n" string="false">-7</{MARK} parameter>\n</{MARK} invoke>\n</{MARK} calls>'
 )
 TEXTS = [
     f"I wonder END or not</think>The answer is\n\n 42 END more{CALL}",
