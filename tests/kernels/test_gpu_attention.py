@@ -110,9 +110,9 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("layout", ["given", "rotated", "planar"])
 @pytest.mark.parametrize("shape", PACKED, ids=str)
-def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, ...], rotated: bool) -> None:
+def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, ...], layout: str) -> None:
     """Rows of both slots, two of them verify rows; rings have wrapped; unread bytes are NaN."""
     from kvist.kernels.sparse_attention.gpu import Tiling, WindowRows, attend_packed
 
@@ -126,7 +126,7 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
     q, sink = torch.randn(3, heads, channels).bfloat16(), torch.randn(heads)
     topk = random_topk(3, pages * rows_a_page, k)
     angle = torch.rand(3, 8) * 6
-    table = (angle.cos(), angle.sin()) if rotated else None
+    table = (angle.cos(), angle.sin()) if layout == "rotated" else None
     turned = q if table is None else rotate_ref(q, table)
     wants = []
     for i in range(3):
@@ -138,8 +138,9 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
             )
         )
     want = torch.cat(wants) if table is None else rotate_ref(torch.cat(wants), table, back=True)
+    planar = layout == "planar"
     got = attend_packed(
-        q.to(DEVICE),
+        (torch.cat([q[..., 0::2], q[..., 1::2]], -1) if planar else q).to(DEVICE),
         WindowRows.of_rows(memory.ring_rows.to(DEVICE), channels),
         span.to(DEVICE),
         slots.to(DEVICE),
@@ -149,7 +150,10 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
         window=window,
         rope=None if table is None else (table[0].to(DEVICE), table[1].to(DEVICE)),
         tiling=Tiling(splits=splits, parts=parts, keys=16, entries=16, warps=4),
+        planar=planar,
     )
+    if planar:
+        got = torch.stack(got.chunk(2, -1), -1).flatten(-2)
     assert relative(got.cpu(), want) < BF16
 
 

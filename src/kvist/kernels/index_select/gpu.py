@@ -187,10 +187,10 @@ def _scan(
     held = (len(groups_G2) * shares * tiling.together * buffer,)
     buffers = [torch.empty(held, dtype=torch.int32, device=device) for _ in range(2)]
     wide = q_NJI.dtype is torch.float32
-    of_pages = (1, 0, 0, 0, 0)
+    of_pages = (0, 0, 0, 0)
     if isinstance(keys, DevicePages):
         source, table = keys.bytes_PB, keys.table_ST
-        of_pages = (keys.rows, table.shape[1], keys.page_bytes, keys.key_codes, keys.key_scales)
+        of_pages = (table.shape[1], keys.page_bytes, keys.key_codes, keys.key_scales)
     else:
         source, table = keys if wide else keys.view(torch.int32), slot_N
     pool = pool_NB.contiguous() if pool_NB is not None else slot_N
@@ -200,7 +200,8 @@ def _scan(
         block_orders.shape[1] if publish_blocks else 0, PAIRS=pairs, PB=max(16, triton.next_power_of_2(pairs)),
         R=tiling.together, JP=max(16, triton.next_power_of_2(heads)), KT=tiling.keys, K=k, CAP=buffer, BS=block_size,
         POOLED=pool_NB is not None, PUBLISH=publish_blocks > 0, WRITE_ORDERS=shares > 1,
-        PACKED=isinstance(keys, DevicePages), WIDE=wide, PLAIN=interpreted(), num_warps=tiling.warps, num_stages=1,
+        ROWS=keys.rows if isinstance(keys, DevicePages) else 1, PACKED=isinstance(keys, DevicePages),
+        WIDE=wide, PLAIN=interpreted(), num_warps=tiling.warps, num_stages=1,
     )  # fmt: skip
 
 

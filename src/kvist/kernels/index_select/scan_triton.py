@@ -96,15 +96,15 @@ def _queries(q, weights, line, alive, pair, J, PAIRS: tl.constexpr, R: tl.conste
 
 
 @triton.jit
-def _keys(keys, table, slot, row, valid, pair, rows_a_page, table_width, page_bytes, key_codes, key_scales,
+def _keys(keys, table, slot, row, valid, pair, table_width, page_bytes, key_codes, key_scales, ROWS: tl.constexpr,
           PAIRS: tl.constexpr, KT: tl.constexpr, PB: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr,
           PLAIN: tl.constexpr):  # fmt: skip
     """Planes [KT,PB] of keys: MXFP4 rows in pages, or values."""
     row = tl.where(valid, row, 0)
     mask = valid[:, None] & (pair < PAIRS)[None, :]
     if PACKED:
-        page = tl.load(table + slot * table_width + row // rows_a_page, mask=valid, other=0).to(tl.int64) * page_bytes
-        inside = row % rows_a_page
+        page = tl.load(table + slot * table_width + row // ROWS, mask=valid, other=0).to(tl.int64) * page_bytes
+        inside = row % ROWS
         code = tl.load(keys + (page + key_codes + inside * PAIRS)[:, None] + pair[None, :], mask=mask, other=0)
         group = tl.arange(0, PB // 16)
         real = valid[:, None] & (group * 16 < PAIRS)[None, :]
@@ -131,10 +131,10 @@ def _scores(k_even, k_odd, q_even, q_odd, weight, R: tl.constexpr, JP: tl.conste
 @triton.jit
 def scan(
     q, weights, keys, table, slots, groups, visible, pool, buffer_orders, buffer_ids, out_orders, out_ids, block_orders,
-    J, chunk, rows_a_page, table_width, page_bytes, key_codes, key_scales, pool_blocks, block_stride,
+    J, chunk, table_width, page_bytes, key_codes, key_scales, pool_blocks, block_stride,
     PAIRS: tl.constexpr, PB: tl.constexpr, R: tl.constexpr, JP: tl.constexpr, KT: tl.constexpr, K: tl.constexpr,
     CAP: tl.constexpr, BS: tl.constexpr, POOLED: tl.constexpr, PUBLISH: tl.constexpr, WRITE_ORDERS: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """One program: a group of queries that share keys x a share of `chunk` keys (or of the query's candidate rows).
 
@@ -168,7 +168,7 @@ def scan(
             here = here & (block >= 0)
         here = here & (row < tl.max(sees, 0))
         k_even, k_odd = _keys(
-            keys, table, slot, row, here, pair, rows_a_page, table_width, page_bytes, key_codes, key_scales, PAIRS, KT, PB,
+            keys, table, slot, row, here, pair, table_width, page_bytes, key_codes, key_scales, ROWS, PAIRS, KT, PB,
             PACKED, WIDE, PLAIN,
         )  # fmt: skip
         scores = _scores(k_even, k_odd, q_even, q_odd, weight, R, JP, KT, WIDE)

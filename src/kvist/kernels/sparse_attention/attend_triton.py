@@ -55,11 +55,14 @@ def _prepare(q, planes, cos, sin, n, head, H, PAIRS: tl.constexpr, TURNED: tl.co
 
 
 @triton.jit
-def _queries(planes, n, head, pair, H, PAIRS: tl.constexpr):
+def _queries(planes, n, head, pair, H, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
     """Even and odd channels [HT,BT] of a query's heads."""
     at = planes + (n * H + head)[:, None] * (2 * PAIRS) + pair[None, :]
     mask = (head < H)[:, None] & (pair < PAIRS)[None, :]
-    return tl.load(at, mask=mask, other=0.0), tl.load(at + PAIRS, mask=mask, other=0.0)
+    even, odd = tl.load(at, mask=mask, other=0.0), tl.load(at + PAIRS, mask=mask, other=0.0)
+    if PLAIN:
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+    return even, odd
 
 
 @triton.jit
@@ -78,16 +81,17 @@ def _entries(window, scales, cell, valid, pair, first_pair, stride, scale_stride
 
 
 @triton.jit
-def _lookup(topk, table, n, slot, at, K, rows_a_page, table_width, page_bytes, PACKED: tl.constexpr):
+def _lookup(topk, table, n, slot, at, K, table_width, page_bytes, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Where the selected rows `at` of a query lie: (page offset in bytes, row in its page, or 0 and the row id), validity."""
     row = tl.load(topk + n * K + at, mask=at < K, other=-1)
     valid = row >= 0
-    row = tl.maximum(row, 0).to(tl.int64)
+    # 32 bits: a division of 64 is a subroutine with branches.
+    row = tl.maximum(row, 0).to(tl.int32)
     if PACKED:
-        page = tl.load(table + slot * table_width + row // rows_a_page, mask=valid, other=0).to(tl.int64)
-        return page * page_bytes, row % rows_a_page, valid
+        page = tl.load(table + slot * table_width + row // ROWS, mask=valid, other=0).to(tl.int64)
+        return page * page_bytes, row % ROWS, valid
     else:
-        return row * 0, row, valid
+        return row.to(tl.int64) * 0, row, valid
 
 
 @triton.jit
@@ -110,7 +114,9 @@ def _rows(pages, main_codes, main_scales, page, row, valid, first, PAIRS: tl.con
         code, scale = _row_bytes(pages, main_codes, main_scales, page, row, valid, pair, first, PAIRS, BT)
         return fp4_planes(code, e4m3_scale(scale), KT, BT, BT // 8, PLAIN)
     else:
-        return value_planes(pages, row[:, None] * PAIRS + pair[None, :], valid[:, None] & (pair < PAIRS)[None, :], WIDE, PLAIN)
+        return value_planes(
+            pages, row.to(tl.int64)[:, None] * PAIRS + pair[None, :], valid[:, None] & (pair < PAIRS)[None, :], WIDE, PLAIN
+        )
 
 
 @triton.jit
@@ -144,8 +150,8 @@ def _as_key(p, WIDE: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _finish(out, cos, sin, n, head, pair, H, even, odd, peak, total, sink, PAIRS: tl.constexpr, TURNED: tl.constexpr,
-            WIDE: tl.constexpr):  # fmt: skip
-    """Divide by the denominator with the sink, rotate back, write."""
+            PLANAR: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Divide by the denominator with the sink, rotate back, write (`PLANAR`: as two planes of bfloat16)."""
     logit = tl.load(sink + head, mask=head < H, other=0.0) * LOG2_E
     # The best key alone weighs 1: a sum of 0 means no key (and NaN is not 0).
     any_key = total != 0
@@ -157,16 +163,22 @@ def _finish(out, cos, sin, n, head, pair, H, even, odd, peak, total, sink, PAIRS
         if not WIDE:
             even, odd = rounded(even), rounded(odd)
         even, odd = _turn(even, odd, cos, sin, n, pair, pair < PAIRS, PAIRS, TURNED, True, WIDE)
-    store_pairs(out, (n * H + head)[:, None] * PAIRS + pair[None, :], even, odd, mask, WIDE)
+    if PLANAR:
+        to = out + (n * H + head)[:, None] * (2 * PAIRS) + pair[None, :]
+        tl.store(to, rounded(even).to(tl.bfloat16), mask=mask)
+        tl.store(to + PAIRS, rounded(odd).to(tl.bfloat16), mask=mask)
+    else:
+        store_pairs(out, (n * H + head)[:, None] * PAIRS + pair[None, :], even, odd, mask, WIDE)
 
 
 @triton.jit
 def attend(
     q, planes, out, sink, cos, sin, window, window_scales, spans, slots, pages, table, topk, shares, peaks, totals,
-    H, K, ring, window_stride, scale_stride, slot_stride, slot_scale_stride, rows_a_page, table_width, page_bytes, main_codes,
+    H, K, ring, window_stride, scale_stride, slot_stride, slot_scale_stride, table_width, page_bytes, main_codes,
     main_scales, scale, PAIRS: tl.constexpr, TURNED: tl.constexpr, HT: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr, WT: tl.constexpr, W_TILES: tl.constexpr, KT: tl.constexpr, K_TILES: tl.constexpr,
-    PLANAR: tl.constexpr, PACKED_WINDOW: tl.constexpr, PACKED_ROWS: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr,
+    PLANAR: tl.constexpr, ROWS: tl.constexpr, PACKED_WINDOW: tl.constexpr, PACKED_ROWS: tl.constexpr,
+    WIDE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """One program: query x share of keys x (part of channels, tile of heads). See `gpu.py` for the arguments' meaning.
 
@@ -177,7 +189,7 @@ def attend(
     head = (last // PARTS) * HT + tl.arange(0, HT)
     pair = tl.arange(0, BT)
     slot = tl.load(slots + n).to(tl.int64)
-    start, stop = tl.load(spans + 2 * n), tl.load(spans + 2 * n + 1)
+    start, stop = tl.load(spans + 2 * n).to(tl.int32), tl.load(spans + 2 * n + 1).to(tl.int32)
     peak = tl.full([HT], -1e30, tl.float32)
     total = tl.zeros([HT], tl.float32)
     acc_even = tl.zeros([HT, BT], tl.float32)
@@ -186,7 +198,7 @@ def attend(
     if K_TILES > 0:
         # The first rows' bytes are on their way while the window is attended.
         page, row, valid = _lookup(
-            topk, table, n, slot, split * K_TILES * KT + tl.arange(0, KT), K, rows_a_page, table_width, page_bytes, PACKED_ROWS
+            topk, table, n, slot, split * K_TILES * KT + tl.arange(0, KT), K, table_width, page_bytes, ROWS, PACKED_ROWS
         )
         if PACKED_ROWS:
             code, code_scale = _row_bytes(pages, main_codes, main_scales, page, row, valid, own, part * BT, PAIRS, BT)
@@ -194,9 +206,9 @@ def attend(
         _prepare(q, planes, cos, sin, n, head, H, PAIRS, TURNED, HT, BT, PARTS, WIDE, PLAIN)
         tl.debug_barrier()
     # A program's own channels come last: their planes are the values of the second product.
-    q_even, q_odd = _queries(planes, n, head, own, H, PAIRS)
+    q_even, q_odd = _queries(planes, n, head, own, H, PAIRS, PLAIN)
     if PARTS == 2:
-        other_even, other_odd = _queries(planes, n, head, (1 - part) * BT + pair, H, PAIRS)
+        other_even, other_odd = _queries(planes, n, head, (1 - part) * BT + pair, H, PAIRS, PLAIN)
     ring_at, scales_at = window + slot * slot_stride, window_scales + slot * slot_scale_stride
     for i in range(W_TILES):
         entry = start + split * (W_TILES * WT) + i * WT + tl.arange(0, WT)
@@ -225,9 +237,7 @@ def attend(
         later = split * K_TILES + i + 1
         # Beyond the share's last tile the next lookup reads nothing.
         ahead = tl.where(i + 1 < K_TILES, later * KT, K) + tl.arange(0, KT)
-        next_page, next_row, next_valid = _lookup(
-            topk, table, n, slot, ahead, K, rows_a_page, table_width, page_bytes, PACKED_ROWS
-        )
+        next_page, next_row, next_valid = _lookup(topk, table, n, slot, ahead, K, table_width, page_bytes, ROWS, PACKED_ROWS)
         s = tl.zeros([HT, KT], tl.float32)
         if PARTS == 2:
             k_even, k_odd = _rows(pages, main_codes, main_scales, page, row, valid, (1 - part) * BT, PAIRS, KT, BT, PACKED_ROWS,
@@ -250,7 +260,7 @@ def attend(
         acc_odd = _multiply(p, k_odd, acc_odd * shrink[:, None], WIDE)
         page, row, valid = next_page, next_row, next_valid
     if SPLITS == 1:
-        _finish(out, cos, sin, n, head, own, H, acc_even, acc_odd, peak, total, sink, PAIRS, TURNED, WIDE)
+        _finish(out, cos, sin, n, head, own, H, acc_even, acc_odd, peak, total, sink, PAIRS, TURNED, PLANAR, WIDE)
     else:
         place = (n * SPLITS + split) * H + head
         mask = (head < H)[:, None] & (own < PAIRS)[None, :]
@@ -264,7 +274,7 @@ def attend(
 @triton.jit
 def combine(
     shares, peaks, totals, out, sink, cos, sin, H, PAIRS: tl.constexpr, TURNED: tl.constexpr, SPLITS: tl.constexpr,
-    HT: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
+    HT: tl.constexpr, BT: tl.constexpr, PLANAR: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Join the shares of query `program 0`, heads `program 1`; all channels."""
     n = tl.program_id(0).to(tl.int64)
@@ -284,4 +294,4 @@ def combine(
         at = shares + (place * (2 * PAIRS))[:, None] + pair[None, :]
         even += weight[:, None] * tl.load(at, mask=mask, other=0.0)
         odd += weight[:, None] * tl.load(at + PAIRS, mask=mask, other=0.0)
-    _finish(out, cos, sin, n, head, pair, H, even, odd, highest, total, sink, PAIRS, TURNED, WIDE)
+    _finish(out, cos, sin, n, head, pair, H, even, odd, highest, total, sink, PAIRS, TURNED, PLANAR, WIDE)

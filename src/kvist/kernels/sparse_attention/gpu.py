@@ -25,10 +25,10 @@ class Tiling:
     """How a launch is cut: shares of the keys, parts of the output channels, keys a tile, entries a window tile, warps."""
 
     splits: int
-    parts: int = 1
-    keys: int = 64
-    entries: int = 64
-    warps: int = 8
+    parts: int = 2
+    keys: int = 32
+    entries: int = 32
+    warps: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,15 @@ class WindowRows:
 
 
 def choose_tiling(queries: int, k: int, window: int, programs: int) -> Tiling:
-    """Shares so that a launch fills the card once; a share never gets less than 32 rows. To be replaced by measured choices."""
+    """Two programs of four warps a multiprocessor, each with half of the channels, as many shares as fill the card once.
+
+    What compiles without many spills (docs/performance.md); to be replaced by measured choices. A share gets 32 rows or more.
+    """
     most = max(1, programs // max(1, queries))
     splits = 1
     while splits * 2 <= min(most, 16, max(1, max(k, window) // 32)):
         splits *= 2
-    share = -(-k // splits)
-    parts = 2 if queries * splits * 2 <= programs and splits == 16 else 1
-    return Tiling(splits=splits, parts=parts, keys=32 if share <= 32 else 64, entries=16 if window <= 16 * splits else 64)
+    return Tiling(splits=splits, parts=2, keys=32, entries=16 if window <= 16 * splits else 32, warps=4)
 
 
 def _check(q_NHC: Tensor, sink_H: Tensor) -> None:
@@ -114,12 +115,15 @@ def attend_packed(
     window: int,
     rope: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
+    planar: bool = False,
 ) -> Tensor:
     """Attention of bfloat16 queries of any requests over rings and pages.
 
     `span_N2` positions [start, stop) of each query's window, at most `window` long, held by the ring of slot `slot_N`;
     `topk_NK` row ids within the slot's pages, ascending, -1 last; `rope` float32 tables (cos, sin) [N,P]: the last 2P channels
-    of queries are rotated and those of outputs rotated back. Returns [N,H,C]. Raises GpuUnavailable, or ValueError.
+    of queries are rotated and those of outputs rotated back. `planar`: queries (rotated already) and outputs keep a head's
+    even channels before its odd ones, as projections with permuted weights give and take them for nothing. Returns [N,H,C].
+    Raises GpuUnavailable, or ValueError.
     """
     require_on_gpu("sparse_attention", q_NHC, ring.values, span_N2, slot_N, topk_NK, sink_H)
     _check(q_NHC, sink_H)
@@ -134,7 +138,9 @@ def attend_packed(
         )
     if rope is not None and 2 * rope[0].shape[1] > channels:
         raise ValueError(f"{rope[0].shape[1]} rotated pairs in {channels} channels")
-    return _launch(q_NHC, ring, span_N2, slot_N, pages, topk_NK, sink_H, window, rope, tiling)
+    if planar and rope is not None:
+        raise ValueError("planar queries are rotated by their producer; pass rope or planar, not both")
+    return _launch(q_NHC, ring, span_N2, slot_N, pages, topk_NK, sink_H, window, rope, tiling, planar=planar)
 
 
 def _launch(
@@ -148,9 +154,11 @@ def _launch(
     window: int,
     rope: tuple[Tensor, Tensor] | None,
     tiling: Tiling | None,
+    *,
+    planar: bool = False,
 ) -> Tensor:
     n, heads, channels = q_NHC.shape
-    q = _pairs(_even_rows(q_NHC).contiguous())
+    q = q_NHC.contiguous() if planar else _pairs(_even_rows(q_NHC).contiguous())
     out = torch.empty_like(q)
     if not n:
         return out.view(q_NHC.dtype)
@@ -168,9 +176,9 @@ def _launch(
     turned = 0 if rope is None else cos.shape[1]
     pages = rows if isinstance(rows, DevicePages) else None
     source = pages.bytes_PB if pages is not None else q if rows is None or isinstance(rows, DevicePages) else _pairs(rows)
-    of_pages = (1, 0, 0, 0, 0)
+    of_pages = (0, 0, 0, 0)
     if pages is not None:
-        of_pages = (pages.rows, pages.table_ST.shape[1], pages.page_bytes, pages.main_codes, pages.main_scales)
+        of_pages = (pages.table_ST.shape[1], pages.page_bytes, pages.main_codes, pages.main_scales)
     table = pages.table_ST if pages is not None else slot_N
     topk = topk_NK.contiguous() if topk_NK is not None and k else slot_N
     wide = q_NHC.dtype is torch.float32
@@ -178,18 +186,21 @@ def _launch(
     unit = 1 if not (wide and not packed_ring) else 2
     strides = (values.stride(1) // unit, scales.stride(1), values.stride(0), scales.stride(0))
     grid = (n, cut.splits, sizes["PARTS"] * -(-heads // sizes["HT"]))
-    planes = torch.empty((n, heads, channels), dtype=torch.float32 if interpreted() else q_NHC.dtype, device=q.device)
+    planes = (
+        q if planar else torch.empty((n, heads, channels), dtype=torch.float32 if interpreted() else q_NHC.dtype, device=q.device)
+    )
     attend[grid](
         q, planes, out, sink_H.float(), cos, sin, values, scales, span_N2.contiguous(), slot_N, source, table, topk, shares,
         peaks, totals, heads, k, values.shape[1], *strides, *of_pages, channels**-0.5 * LOG2_E.value, PAIRS=pairs, TURNED=turned,
-        SPLITS=cut.splits, PLANAR=False, PACKED_WINDOW=packed_ring, PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(),
+        SPLITS=cut.splits, PLANAR=planar, ROWS=1 if pages is None else pages.rows, PACKED_WINDOW=packed_ring,
+        PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(),
         num_warps=cut.warps, num_stages=1, **sizes,
     )  # fmt: skip
     if cut.splits > 1:
         few = 1 if n * heads <= 4096 else 4
         combine[(n, -(-heads // few))](
             shares, peaks, totals, out, sink_H.float(), cos, sin, heads, PAIRS=pairs, TURNED=turned, SPLITS=cut.splits, HT=few,
-            BT=triton.next_power_of_2(pairs), WIDE=wide, num_warps=4,
+            BT=triton.next_power_of_2(pairs), PLANAR=planar, WIDE=wide, num_warps=4,
         )  # fmt: skip
     return out.view(q_NHC.dtype) if not wide else out
 
