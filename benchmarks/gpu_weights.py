@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, unpack_panels
+from kvist.kernels.device.panels import FP4_BITS, fp4_code
 from kvist.kernels.experts import ResidentBank, Triple
 
 SCALES = (114, 122)
@@ -54,12 +55,8 @@ class Matrices(ResidentBank):
 
 def released_fp4(weight: PanelWeight) -> tuple[Tensor, Tensor]:
     """Codes uint8 [E,R,K/2] and scales uint8 [E,R,K/32] in the released order, for peers that read that."""
-    from kvist.kernels.device.panels import FP4_BITS
-
     wide = weight.codes.to(torch.int32)
-    runs = [
-        torch.stack([((wide >> place) & 1) << bit for bit, place in zip((3, 2, 1, 0), at, strict=True)]).sum(0) for at in FP4_BITS
-    ]
+    runs = [fp4_code(wide, places) for places in FP4_BITS]
     codes = torch.cat(runs, -1).to(torch.uint8).transpose(2, 3).flatten(3).flatten(1, 2)
     scales = weight.scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).transpose(2, 3).flatten(3).flatten(1, 2)
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous(), scales.contiguous()

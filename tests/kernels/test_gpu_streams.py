@@ -48,7 +48,7 @@ def on(*tensors: Tensor) -> list[Tensor]:
 def test_leave_and_enter_in_one_pass(rows: int, width: int) -> None:
     """One row, part tiles, several parts a tile, and the wide cut; enter and leave alone give the same."""
     y, x, mix, weights = sublayer(rows, width)
-    streams, h, after = hyper_connections.step(y, x, mix, *weights, **SIZES)
+    streams, _, after = hyper_connections.step(y, x, mix, *weights, **SIZES)
     device_mix = Mix(*on(*mix))
     got = hyper_connections.step(*on(y, x), device_mix, *on(*weights), **SIZES, impl="gpu")
     assert near(got[0], streams, 1e-3)

@@ -136,14 +136,22 @@ def pack_fp8_panels(codes: Tensor, scales: Tensor, up: tuple[Tensor, Tensor] | N
     return PanelWeight(laid[None], _words(blocks)[None, :, :, None], code.shape[0], inputs, "fp8", up is not None)
 
 
+def fp4_code(words: Tensor, places: tuple[int, ...]) -> Tensor:
+    """One of a word's four codes, int32: the bits at `places`, highest first."""
+    code = torch.zeros_like(words)
+    for place in places:
+        code = (code << 1) | ((words >> place) & 1)
+    return code
+
+
 def unpack_panels(weight: PanelWeight, expert: int = 0) -> Tensor:
     """Values float32 [R,K] of one weight; a paired one gives its rows in turn. The inverse of packing, for checks."""
     words, scales = weight.codes[expert], weight.scales[expert]
     factors = decode_e8m0(scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)))
     if weight.form == "fp4":
         wide = words.to(torch.int32)
-        codes = [sum(((wide >> place) & 1) << bit for bit, place in zip((3, 2, 1, 0), at, strict=True)) for at in FP4_BITS]
-        values = decode_e2m1_pairs(pack_nibbles(torch.cat(codes, -1).to(torch.uint8)))
+        codes = torch.cat([fp4_code(wide, places) for places in FP4_BITS], -1)
+        values = decode_e2m1_pairs(pack_nibbles(codes.to(torch.uint8)))
     else:
         values = decode_e4m3(torch.cat([words.contiguous().view(torch.uint8)[..., part::2] for part in (0, 1)], -1))
         halves = factors.squeeze(2).unflatten(-1, (2, 2))

@@ -59,8 +59,9 @@ class GpuBank(ResidentBank):
 
 
 class Plan(NamedTuple):
-    """Tiles on the device, int32: `head` [1] their number; each one's expert, first place in `order` and rows; `order` holds
-    choices (row * S + slot) by expert; `need` [N] counts a row's experts."""
+    """Tiles on the device, int32: `head` [1] their number; each one's expert (any integer type, -1 for none), first place in
+    `order` and rows; `order` holds choices (row * S + slot) by expert; `need` [N] counts a row's listed choices.
+    """
 
     head: Tensor
     expert: Tensor
@@ -113,9 +114,12 @@ def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
     SCALES: tl.constexpr = 64 if FP4 else 1
     t = tl.arange(0, T)
-    alive = t < tl.load(rows + tile)
-    choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
-    panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    which = tl.load(expert + tile).to(tl.int64)
+    listed = t < tl.load(rows + tile)
+    choice = tl.load(order + tl.load(first + tile) + t, mask=listed, other=0)
+    # Plans of one row list its ids as they are: a choice of none arrives, and computes nothing.
+    alive = listed & (which >= 0)
+    panel = (tl.maximum(which, 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x, (choice // S).to(tl.int64) * K, alive,
         0, CHUNKS, K, N, FP4, True, PLAIN,
@@ -151,9 +155,12 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
                          mask=empty[None, :] & (d < R)[:, None])  # fmt: skip
         return
     t = tl.arange(0, T)
-    alive = t < tl.load(rows + tile)
-    choice = tl.load(order + tl.load(first + tile) + t, mask=alive, other=0)
-    panel = (tl.load(expert + tile).to(tl.int64) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    which = tl.load(expert + tile).to(tl.int64)
+    listed = t < tl.load(rows + tile)
+    choice = tl.load(order + tl.load(first + tile) + t, mask=listed, other=0)
+    # Plans of one row list its ids as they are: a choice of none arrives, and computes nothing.
+    alive = listed & (which >= 0)
+    panel = (tl.maximum(which, 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
         0, CHUNKS, K, N, FP4, False, PLAIN,
@@ -165,8 +172,8 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
         # A release that covers the whole program's stores, then an acquire before others' stores are read.
         tl.debug_barrier()
         counter = arrived + row * tl.num_programs(0) + tl.program_id(0)
-        before = tl.atomic_add(counter, 1, mask=alive, sem="acq_rel")
-        last = alive & (before == tl.load(need + row, mask=alive, other=0) - 1)
+        before = tl.atomic_add(counter, 1, mask=listed, sem="acq_rel")
+        last = listed & (before == tl.load(need + row, mask=listed, other=0) - 1)
         tl.debug_barrier()
         if tl.max(last.to(tl.int32), 0) == 1:
             total = tl.zeros([N, T], tl.float32)
@@ -191,9 +198,26 @@ def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     tl.store(out + row * R + d, total, mask=d < R)
 
 
+_constant_plans: dict[tuple[int, int, int, torch.device], Plan] = {}
+
+
+def _listed(choices: int, need: int, tile: int, device: torch.device) -> Plan:
+    """Choices 0, 1, ... in tiles of expert 0, `need` to a row. Made once a size and kept, so that graphs keep theirs."""
+    key = (choices, need, tile, device)
+    if key not in _constant_plans:
+        first = torch.arange(0, choices, tile, dtype=torch.int32, device=device)
+        order = torch.arange(choices, dtype=torch.int32, device=device)
+        head = torch.full((1,), len(first), dtype=torch.int32, device=device)
+        needs = torch.full((choices // need,), need, dtype=torch.int32, device=device)
+        _constant_plans[key] = Plan(head, torch.zeros_like(first), first, (choices - first).clamp(max=tile), order, needs)
+    return _constant_plans[key]
+
+
 def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     """Group choices by expert. Never waits for the device, so it can be captured in a graph."""
     n, s = ids_NS.shape
+    if n == 1:
+        return _listed(s, s, 1, ids_NS.device)._replace(expert=ids_NS.flatten())
     most = min(n * s, experts + n * s // tile)
     sizes = (1, most, most, most, n * s, n)
     head, expert, first, rows, order, need = torch.empty(sum(sizes), dtype=torch.int32, device=ids_NS.device).split(sizes)
@@ -265,6 +289,19 @@ def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, li
     return down_gpu(hidden, ids_NS, plan, bank.down, shapes[1])
 
 
+def run_shared(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
+    """Every row through the one expert of a bank, float32 [N,D]."""
+    n, device = len(x_ND), x_ND.device
+    shapes = (shape_for(n, bank.gate_up), shape_for(n, bank.down))
+    ids = torch.zeros(n, 1, dtype=torch.int64, device=device)
+    if n <= DECODE_ROWS:
+        plan = _listed(n, 1, shapes[0].tile, device)
+    else:
+        plan = plan_rows(ids, 1, shapes[0].tile)
+    hidden = gate_up_gpu(x_ND, torch.ones(n, 1, device=device), plan, bank.gate_up, limit, form, shapes[0])
+    return down_gpu(hidden, ids, plan, bank.down, shapes[1])
+
+
 def experts_gpu(
     x_ND: Tensor,
     ids_NK: Tensor,
@@ -292,5 +329,4 @@ def experts_gpu(
     out = run_bank(x_ND, ids_NK.contiguous(), weights_NK.contiguous(), bank, limit, form)
     if shared is None:
         return out
-    one = torch.zeros(n, 1, dtype=torch.int64, device=x_ND.device)
-    return out + run_bank(x_ND, one, torch.ones(n, 1, device=x_ND.device), shared, limit, form)
+    return out + run_shared(x_ND, shared, limit, form)

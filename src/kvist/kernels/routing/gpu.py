@@ -125,7 +125,8 @@ def route_gpu(
         raise ValueError(f"rows of {d} channels for a gate of {inputs}")
     if experts > MOST_EXPERTS or k > 16 or d % 64:
         raise ValueError(
-            f"{k} of {experts} experts on {d} channels; impl 'gpu' takes up to 16 of {MOST_EXPERTS} on a multiple of 64, use 'ref'"
+            f"{k} of {experts} experts on {d} channels; impl 'gpu' takes up to 16 of {MOST_EXPERTS} on a multiple "
+            "of 64 channels, use impl 'ref'"
         )
     ids = torch.empty(n, k, dtype=torch.int64, device=x_ND.device)
     weights = torch.empty(n, k, dtype=torch.float32, device=x_ND.device)
