@@ -1,6 +1,7 @@
 """Counters by which programs of one launch find out who comes last: zero before a launch and zero again after it.
 
-Must not know operators. Launches that share a counter must be ordered (one stream), as an engine's step is.
+Each weight has its own, so launches of different weights may overlap; launches of one weight must be ordered. Must not know
+operators.
 """
 
 from __future__ import annotations
@@ -8,12 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
-def arrivals(size: int, device: torch.device) -> Tensor:
-    """int32 zeros of at least `size`, the same tensor for every call of like size, so that captured graphs keep theirs."""
-    key = (device, 1 << (size - 1).bit_length())
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError while a graph is captured: what is made once and kept must exist before."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("an operator was captured in a CUDA graph before it ran once with this shape; run it once first")
+
+
+def arrivals(owner: Tensor, size: int) -> Tensor:
+    """int32 zeros of at least `size` for launches on the weight `owner`: the same tensor for every call of like size.
+
+    Raises RuntimeError if the first call of a size happens during graph capture: zeros made there would be zero only after
+    a replay, so every shape must run once before it is captured.
+    """
+    key = (owner.device, owner.data_ptr(), 1 << (size - 1).bit_length())
     if key not in _counters:
-        _counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
+        refuse_capture(owner.device)
+        _counters[key] = torch.zeros(key[2], dtype=torch.int32, device=owner.device)
     return _counters[key]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.arrivals import arrivals
+from kvist.kernels.device.arrivals import arrivals, refuse_capture
 from kvist.kernels.device.gpu import fake_fp8_groups, panel_product, rounded, sigmoid
 from kvist.kernels.experts.bank import ResidentBank
 
@@ -205,6 +205,7 @@ def _listed(choices: int, need: int, tile: int, device: torch.device) -> Plan:
     """Choices 0, 1, ... in tiles of expert 0, `need` to a row. Made once a size and kept, so that graphs keep theirs."""
     key = (choices, need, tile, device)
     if key not in _constant_plans:
+        refuse_capture(device)
         first = torch.arange(0, choices, tile, dtype=torch.int32, device=device)
         order = torch.arange(choices, dtype=torch.int32, device=device)
         head = torch.full((1,), len(first), dtype=torch.int32, device=device)
@@ -265,7 +266,7 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
     out = torch.empty(n, weight.outputs, dtype=torch.float32, device=hidden.device)
     panels, add = triton.cdiv(weight.outputs, 64 * shape.panels), n <= DECODE_ROWS
     _down[(panels, plan.most_tiles + 1)](
-        hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(n * panels, hidden.device), *plan, n, S=s,
+        hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(weight.codes, n * panels), *plan, n, S=s,
         K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", ADD=add,
         MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

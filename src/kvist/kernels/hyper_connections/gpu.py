@@ -248,7 +248,7 @@ def pass_gpu(
         parts = torch.empty(tiles * splits * cut.tile * 32, dtype=torch.float32, device=device)
         _pass[(tiles, splits)](
             y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), base_F,
-            scale_3, norm_D, streams, h, h_quantised, *after, parts, arrivals(tiles, device), n, hc_eps, norm_eps, D=d,
+            scale_3, norm_D, streams, h, h_quantised, *after, parts, arrivals(fn_FX, tiles), n, hc_eps, norm_eps, D=d,
             T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, ITERATIONS=iterations, LEAVE=y_ND is not None, ENTER=True,
             QUANTISE=quantised, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip

@@ -100,8 +100,8 @@ def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Ten
     out = torch.empty(n, outputs, dtype=x_NX.dtype, device=x_NX.device)
     parts = out if splits == 1 else torch.empty(splits, n, outputs, dtype=torch.float32, device=x_NX.device)
     _product[(blocks, tiles, splits)](
-        x_NX, weight.codes, weight.scales, out, parts, arrivals(blocks * tiles, x_NX.device), n, n * outputs, K=inputs, R=outputs,
-        GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
+        x_NX, weight.codes, weight.scales, out, parts, arrivals(weight.codes, blocks * tiles), n, n * outputs, K=inputs,
+        R=outputs, GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out

@@ -139,7 +139,7 @@ def route_gpu(
     parts = torch.empty(splits * tiles * cut.tile * experts, dtype=torch.float32, device=x_ND.device)
     _route[(tiles, blocks, splits)](
         x_ND.contiguous(), gate_ED.contiguous(), bias_text_E.float(), bias_image_E.float(), text_N.contiguous(), parts, ids,
-        weights, arrivals(tiles, x_ND.device), n, temperature, scale, D=d, E=experts, EP=triton.next_power_of_2(experts), K=k,
+        weights, arrivals(gate_ED, tiles), n, temperature, scale, D=d, E=experts, EP=triton.next_power_of_2(experts), K=k,
         NORMALISE=normalise, T=cut.tile, B=cut.block, STEP=cut.step, SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
