@@ -75,11 +75,13 @@ def select_gpu(
     _check(q_NJI, weight_NJ, k, publish_blocks, block_size, pool_NB)
     n, m = q_NJI.shape[0], keys_MI.shape[0]
     device = q_NJI.device
-    together = 1 if pool_NB is not None else min(MOST_TOGETHER, triton.next_power_of_2(max(n, 1)))
+    # float32 products have no matrix unit of their own exactness: they run in registers, which wide tiles would overflow.
+    wide = q_NJI.dtype is torch.float32
+    together = 1 if pool_NB is not None or wide else min(MOST_TOGETHER, triton.next_power_of_2(max(n, 1)))
     groups = groups_of([n], together, device)
     slots = torch.zeros(max(n, 1), dtype=torch.int32, device=device)
     keys = keys_MI.to(q_NJI.dtype).contiguous()
-    tiling = ScanTiling(together=together)
+    tiling = ScanTiling(together=together, keys=64 if wide else 128)
     chosen = _select(
         q_NJI, weight_NJ, keys, slots, visible_N.clamp_max(m), groups, m, k, block_size, pool_NB, publish_blocks, tiling
     )

@@ -18,6 +18,8 @@ from kvist.kernels.sparse_attention.attend_triton import LOG2_E, attend, combine
 
 MOST_CHANNELS = 512
 HEADS_A_PROGRAM = 64
+FLOAT32_HEADS_A_PROGRAM = 16
+"""float32 products run in registers, without matrix units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,8 @@ def _launch(
     k = 0 if rows is None or topk_NK is None else topk_NK.shape[1]
     cut = tiling or choose_tiling(n, k, window, multiprocessors(q.device))
     pairs = channels // 2
-    sizes = _sizes(heads, pairs, k, window, cut)
+    wide = q_NHC.dtype is torch.float32
+    sizes = _sizes(heads, pairs, k, window, cut, wide=wide)
     packed_ring = ring.scales is not None
     values = ring.values.view(torch.int16) if packed_ring else _pairs(ring.values)
     scales = ring.scales if ring.scales is not None else values
@@ -181,7 +184,6 @@ def _launch(
         of_pages = (pages.table_ST.shape[1], pages.page_bytes, pages.main_codes, pages.main_scales)
     table = pages.table_ST if pages is not None else slot_N
     topk = topk_NK.contiguous() if topk_NK is not None and k else slot_N
-    wide = q_NHC.dtype is torch.float32
     # Strides count what the kernel's pointers count: pairs of values, or two codes.
     unit = 1 if not (wide and not packed_ring) else 2
     strides = (values.stride(1) // unit, scales.stride(1), values.stride(0), scales.stride(0))
@@ -205,14 +207,14 @@ def _launch(
     return out.view(q_NHC.dtype) if not wide else out
 
 
-def _sizes(heads: int, pairs: int, k: int, window: int, cut: Tiling) -> dict[str, int]:
+def _sizes(heads: int, pairs: int, k: int, window: int, cut: Tiling, *, wide: bool) -> dict[str, int]:
     """Compile-time sizes of a launch."""
     width = max(16, triton.next_power_of_2(pairs))
     parts = cut.parts if width == pairs and pairs // cut.parts >= 16 else 1
     assert parts in (1, 2), "the kernel is written for one or two parts"
     window_share, row_share = -(-window // cut.splits), -(-k // cut.splits)
     return {
-        "HT": min(HEADS_A_PROGRAM, max(16, triton.next_power_of_2(heads))),
+        "HT": min(FLOAT32_HEADS_A_PROGRAM if wide else HEADS_A_PROGRAM, max(16, triton.next_power_of_2(heads))),
         "BT": width // parts,
         "PARTS": parts,
         "WT": cut.entries,
