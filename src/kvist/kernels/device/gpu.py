@@ -172,10 +172,17 @@ def fp8_group_scale(x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def power_reciprocal(scale):
+    """Powers of two (infinity allowed) -> their exact reciprocals, 0 for infinity: a division by a scale that rounds nothing."""
+    exponent = 254 - ((scale.to(tl.int32, bitcast=True) >> 23) & 255)
+    return (tl.where(exponent > 0, exponent, 0) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fake_fp8_groups(x, AXIS: tl.constexpr):
     """float32 with groups of 32 along AXIS -> the same rounded to FP8 under its scale; a broken group becomes NaN."""
     scale = fp8_group_scale(x, AXIS)
-    _, value = e4m3_steps(tl.div_rn(tl.abs(x), tl.broadcast_to(scale, x.shape)))
+    _, value = e4m3_steps(tl.abs(x) * power_reciprocal(scale))
     return tl.where(x < 0, -value, value) * scale
 
 

@@ -90,32 +90,80 @@ def _mixed(y, x0, x1, x2, x3, comb, post, out, n, alive, stream, d, D, PLAIN: tl
 
 
 @triton.jit
-def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr,
-                  T: tl.constexpr):  # fmt: skip
-    """Sums [T,32] (24 logits, squares of all streams, squares of the collapse) -> the three coefficients, written."""
-    f = tl.arange(0, 32)
-    squares = tl.sum(tl.where(f == 24, total, 0.0), 1)
-    total = total * (1.0 / tl.sqrt(squares / (4.0 * D) + norm_eps))[:, None]
+def _pick(x, f, at):
+    return tl.sum(tl.where(f == at, x, 0.0), 1)
+
+
+@triton.jit
+def _softmax4(a, b, c, d, eps):
+    highest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - highest), tl.exp(b - highest), tl.exp(c - highest), tl.exp(d - highest)
+    r = 1.0 / ((a + b) + (c + d))
+    return a * r + eps, b * r + eps, c * r + eps, d * r + eps
+
+
+@triton.jit
+def _share4(a, b, c, d, eps):
+    r = 1.0 / ((a + b) + (c + d) + eps)
+    return a * r, b * r, c * r, d * r
+
+
+@triton.jit
+def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr):
+    """Sums [T,32] (24 logits, squares of all streams, squares of the collapse) -> the three coefficients, written.
+
+    A row's sixteen mixing weights live in one thread, so that balancing them costs no exchange between threads.
+    """
+    f = tl.arange(0, 32)[None, :]
+    total = total * (1.0 / tl.sqrt(_pick(total, f, 24) / (4.0 * D) + norm_eps))[:, None]
     part = tl.where(f < 4, 0, tl.where(f < 8, 1, 2))
-    logits = total * tl.load(scale + part)[None, :] + tl.load(base + f, mask=f < 24, other=0.0)[None, :]
-    # Rows of four: pre, post, the four sources, and two of padding that stay zero.
-    square = tl.reshape(logits, (T, 8, 4))
-    r, c = tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :]
-    is_comb = (r >= 2) & (r < 6)
-    highest = tl.max(square, 2, keep_dims=True)
-    p = tl.exp(tl.where(is_comb, square - highest, 0.0))
-    p = tl.where(is_comb, p / tl.sum(p, 2, keep_dims=True) + hc_eps, 0.0)
-    p = p / (tl.sum(p, 1, keep_dims=True) + hc_eps)
+    logits = total * tl.load(scale + part) + tl.load(base + f, mask=f < 24, other=0.0)
+    gate = sigmoid(logits)
+    there, at = alive[:, None] & (f >= 0), n[:, None]
+    tl.store(pre + at * 4 + f, gate + hc_eps, mask=there & (f < 4))
+    tl.store(post + at * 4 + f - 4, 2.0 * gate, mask=there & (f >= 4) & (f < 8))
+    p00, p01 = _pick(logits, f, 8), _pick(logits, f, 9)
+    p02, p03 = _pick(logits, f, 10), _pick(logits, f, 11)
+    p10, p11 = _pick(logits, f, 12), _pick(logits, f, 13)
+    p12, p13 = _pick(logits, f, 14), _pick(logits, f, 15)
+    p20, p21 = _pick(logits, f, 16), _pick(logits, f, 17)
+    p22, p23 = _pick(logits, f, 18), _pick(logits, f, 19)
+    p30, p31 = _pick(logits, f, 20), _pick(logits, f, 21)
+    p32, p33 = _pick(logits, f, 22), _pick(logits, f, 23)
+    p00, p01, p02, p03 = _softmax4(p00, p01, p02, p03, hc_eps)
+    p10, p11, p12, p13 = _softmax4(p10, p11, p12, p13, hc_eps)
+    p20, p21, p22, p23 = _softmax4(p20, p21, p22, p23, hc_eps)
+    p30, p31, p32, p33 = _softmax4(p30, p31, p32, p33, hc_eps)
+    p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps)
+    p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps)
+    p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps)
+    p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps)
     for _ in range(ITERATIONS - 1):
-        p = p / (tl.sum(p, 2, keep_dims=True) + hc_eps)
-        p = p / (tl.sum(p, 1, keep_dims=True) + hc_eps)
-    there = alive[:, None, None]
-    row = n[:, None, None]
-    tl.store(comb + row * 16 + (r - 2) * 4 + c, p, mask=there & is_comb)
-    gate = sigmoid(square)
-    four = row * 4 + c + r * 0
-    tl.store(pre + four, gate + hc_eps, mask=there & (r == 0))
-    tl.store(post + four, 2.0 * gate, mask=there & (r == 1))
+        p00, p01, p02, p03 = _share4(p00, p01, p02, p03, hc_eps)
+        p10, p11, p12, p13 = _share4(p10, p11, p12, p13, hc_eps)
+        p20, p21, p22, p23 = _share4(p20, p21, p22, p23, hc_eps)
+        p30, p31, p32, p33 = _share4(p30, p31, p32, p33, hc_eps)
+        p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps)
+        p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps)
+        p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps)
+        p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps)
+    place = comb + n * 16
+    tl.store(place + 0, p00, mask=alive)
+    tl.store(place + 1, p01, mask=alive)
+    tl.store(place + 2, p02, mask=alive)
+    tl.store(place + 3, p03, mask=alive)
+    tl.store(place + 4, p10, mask=alive)
+    tl.store(place + 5, p11, mask=alive)
+    tl.store(place + 6, p12, mask=alive)
+    tl.store(place + 7, p13, mask=alive)
+    tl.store(place + 8, p20, mask=alive)
+    tl.store(place + 9, p21, mask=alive)
+    tl.store(place + 10, p22, mask=alive)
+    tl.store(place + 11, p23, mask=alive)
+    tl.store(place + 12, p30, mask=alive)
+    tl.store(place + 13, p31, mask=alive)
+    tl.store(place + 14, p32, mask=alive)
+    tl.store(place + 15, p33, mask=alive)
 
 
 @triton.jit
@@ -171,7 +219,7 @@ def _pass(y, x, old_pre, old_post, old_comb, fn, base, scale, norm, streams, h, 
             sums += tl.load(place + other * T * 32, cache_modifier=".cg")
     else:
         tl.debug_barrier()
-    _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS, T)
+    _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS)
     factor = 1.0 / tl.sqrt(tl.sum(tl.where(f == 25, sums, 0.0), 1) / D + norm_eps)
     WIDE: tl.constexpr = B * (4096 // (B * T)) if B * T < 4096 else B
     for start in range(0, D, WIDE):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import JUST_BELOW_TWO, e4m3_steps, fp8_group_scale, rounded
+from kvist.kernels.device.gpu import JUST_BELOW_TWO, e4m3_steps, fp8_group_scale, power_reciprocal, rounded
 
 PLAIN = interpreted()
 FORMS = {"none": 0, "fp8": 1, "mxfp4": 2, "main_fp4": 3}
@@ -61,12 +61,12 @@ def _group(x, FORM: tl.constexpr):
     """Groups [g,group] -> codes int32 with sign, values float32, scale bytes int32 [g,1]."""
     if FORM == 1:
         scale = fp8_group_scale(x, 1)
-        code, value = e4m3_steps(tl.div_rn(tl.abs(x), tl.broadcast_to(scale, x.shape)))
+        code, value = e4m3_steps(tl.abs(x) * power_reciprocal(scale))
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         stored = (scale.to(tl.int32, bitcast=True) >> 23) & 255
     elif FORM == 2:
         scale = _mxfp4_scale(x)
-        code, value = e2m1_steps(tl.div_rn(tl.abs(x), tl.broadcast_to(scale, x.shape)))
+        code, value = e2m1_steps(tl.abs(x) * power_reciprocal(scale))
         sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
         stored = (scale.to(tl.int32, bitcast=True) >> 23) & 255
     else:
