@@ -7,6 +7,7 @@ given rotated, outputs are left rotated, as FlashMLA does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from benchmarks.cases import Options, TimedCase
 from benchmarks.gpu_cache_peers import flash_mla_decode
 from benchmarks.gpu_pages import CHANNELS, WINDOW, main_values, random_ids, random_pages, random_rings
 from benchmarks.gpu_timing import calls_for, floor_us, graphed, require_equal, require_near
-from kvist.kernels.device.pages import DevicePages
+from kvist.kernels.device.pages import DevicePages, multiprocessors
 from kvist.kernels.sparse_attention import sparse_attention
-from kvist.kernels.sparse_attention.gpu import Tiling, WindowRows, attend_packed
+from kvist.kernels.sparse_attention.gpu import Tiling, WindowRows, attend_packed, choose_tiling
 
 HEADS, K, ROWS = 64, 512, 16384
 CHECKED = 3
@@ -106,6 +107,9 @@ def tilings(queries: int, *, sweep: bool) -> dict[str, Tiling | None]:
         for splits, parts, keys, entries, warps in CUTS[max(n for n in CUTS if n <= queries)]:
             name = f"{splits} shares, {parts} parts, tiles {keys}/{entries}, {warps} warps"
             cuts[name] = Tiling(splits=splits, parts=parts, keys=keys, entries=entries, warps=warps)
+        chosen = choose_tiling(queries, K, WINDOW, multiprocessors(torch.device("cuda")))
+        if chosen.splits > 1:
+            cuts["kvist, kernels overlapped"] = replace(chosen, overlap=True)
     return cuts
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvist.kernels.device.planes_triton import e4m3_scale, e8m0_scale, fp4_planes, fp8_planes, rounded, store_pairs, value_planes
 
@@ -178,7 +179,7 @@ def attend(
     main_scales, scale, PAIRS: tl.constexpr, TURNED: tl.constexpr, HT: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr, WT: tl.constexpr, W_TILES: tl.constexpr, KT: tl.constexpr, K_TILES: tl.constexpr,
     PLANAR: tl.constexpr, ROWS: tl.constexpr, PACKED_WINDOW: tl.constexpr, PACKED_ROWS: tl.constexpr,
-    WIDE: tl.constexpr, PLAIN: tl.constexpr,
+    WIDE: tl.constexpr, PLAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: query x share of keys x (part of channels, tile of heads). See `gpu.py` for the arguments' meaning.
 
@@ -262,6 +263,8 @@ def attend(
     if SPLITS == 1:
         _finish(out, cos, sin, n, head, own, H, acc_even, acc_odd, peak, total, sink, PAIRS, TURNED, PLANAR, WIDE)
     else:
+        if OVERLAP:
+            gdc_launch_dependents()
         place = (n * SPLITS + split) * H + head
         mask = (head < H)[:, None] & (own < PAIRS)[None, :]
         to = shares + (place * (2 * PAIRS))[:, None] + own[None, :]
@@ -275,8 +278,11 @@ def attend(
 def combine(
     shares, peaks, totals, out, sink, cos, sin, H, PAIRS: tl.constexpr, TURNED: tl.constexpr, SPLITS: tl.constexpr,
     HT: tl.constexpr, BT: tl.constexpr, PLANAR: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the shares of query `program 0`, heads `program 1`; all channels."""
+    """Join the shares of query `program 0`, heads `program 1`; all channels. `OVERLAP`: launched before `attend` has ended."""
+    if OVERLAP:
+        gdc_wait()
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HT + tl.arange(0, HT)
     pair = tl.arange(0, BT)

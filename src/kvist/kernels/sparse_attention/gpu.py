@@ -24,13 +24,17 @@ FLOAT32_HEADS_A_PROGRAM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a launch is cut: shares of the keys, parts of the output channels, keys a tile, entries a window tile, warps."""
+    """How a launch is cut: shares of the keys, parts of the output channels, keys a tile, entries a window tile, warps.
+
+    `overlap`: the joining kernel is launched while the last programs still write (programmatic dependent launch).
+    """
 
     splits: int
     parts: int = 2
     keys: int = 32
     entries: int = 32
     warps: int = 4
+    overlap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +199,15 @@ def _launch(
         q, planes, out, sink_H.float(), cos, sin, values, scales, span_N2.contiguous(), slot_N, source, table, topk, shares,
         peaks, totals, heads, k, values.shape[1], *strides, *of_pages, channels**-0.5 * LOG2_E.value, PAIRS=pairs, TURNED=turned,
         SPLITS=cut.splits, PLANAR=planar, ROWS=1 if pages is None else pages.rows, PACKED_WINDOW=packed_ring,
-        PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(),
+        PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(), OVERLAP=cut.overlap,
         num_warps=cut.warps, num_stages=1, **sizes,
     )  # fmt: skip
     if cut.splits > 1:
         few = 1 if n * heads <= 4096 else 4
         combine[(n, -(-heads // few))](
             shares, peaks, totals, out, sink_H.float(), cos, sin, heads, PAIRS=pairs, TURNED=turned, SPLITS=cut.splits, HT=few,
-            BT=triton.next_power_of_2(pairs), PLANAR=planar, WIDE=wide, num_warps=4,
+            BT=triton.next_power_of_2(pairs), PLANAR=planar, WIDE=wide, OVERLAP=cut.overlap,
+            num_warps=4, **({"launch_pdl": True} if cut.overlap else {}),
         )  # fmt: skip
     return out.view(q_NHC.dtype) if not wide else out
 
