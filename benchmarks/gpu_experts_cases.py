@@ -67,23 +67,44 @@ def call(bank: GpuBank, first: Shape, second: Shape) -> Callable[[Batch], Tensor
     return run
 
 
-def check(name: str, run: Callable[[Batch], Tensor], bank: GpuBank, batch: Batch) -> None:
-    """A few rows against float64 sums of the unpacked experts; 20 runs give the same bits."""
-    got = run(batch)
+def reference(bank: GpuBank, batch: Batch) -> Tensor:
+    """A few rows by float64 sums over the unpacked experts."""
     part = Batch(*(t[:CHECKED_ROWS].contiguous() for t in batch))
-    want = experts(*part, Matrices(bank.gate_up, bank.down), limit=LIMIT, form="fp8", impl="wide")
-    require_near(name, got[:CHECKED_ROWS], want, 5e-3)
+    return experts(*part, Matrices(bank.gate_up, bank.down), limit=LIMIT, form="fp8", impl="wide")
+
+
+def check(name: str, run: Callable[[Batch], Tensor], want: Tensor, batch: Batch) -> None:
+    """A few rows against the reference; 20 runs give the same bits."""
+    got = run(batch)
+    require_near(name, got[: len(want)], want, 5e-3)
     for _ in range(20):
         require_equal(f"{name}: repeated", run(batch), got)
 
 
-def humming(bank: GpuBank, made: list[Batch], calls: int) -> dict[str, Callable[[], object]]:
-    """Both products of the peer on rows grouped beforehand: no plan, activation, quantiser or sum is charged to it."""
+Products = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+
+def humming_products(bank: GpuBank) -> Products | None:
+    """The peer's two products, run once; None, with the reason printed, where it is absent or does not run."""
     reason = humming_absent()
-    if reason is not None:
-        print(f"gpu-experts: no peer: {reason}")
-        return {}
-    first, second = humming_experts(bank.gate_up), humming_experts(bank.down)
+    if reason is None:
+        try:
+            first, second = humming_experts(bank.gate_up), humming_experts(bank.down)
+            offsets = torch.ones(EXPERTS + 1, dtype=torch.int64, device="cuda").cumsum(0) - 1
+            first(random_rows(EXPERTS, D, 0), offsets)
+            second(random_rows(EXPERTS, F, 0), offsets)
+            torch.cuda.synchronize()
+        except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, AttributeError, ImportError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return first, second
+    print(f"gpu-experts: no peer: {reason}")
+    return None
+
+
+def humming(products: Products, made: list[Batch], calls: int) -> dict[str, Callable[[], object]]:
+    """Both products of the peer on rows grouped beforehand: no plan, activation, quantiser or sum is charged to it."""
+    first, second = products
     grouped = []
     for batch in made:
         order = batch.ids_NK.flatten().argsort(stable=True)
@@ -116,6 +137,7 @@ def cublas(bank: GpuBank, calls: int) -> dict[str, Callable[[], object]]:
 def cases(options: Options, *, sweep: bool) -> Iterator[TimedCase]:
     """A case a number of rows."""
     bank = GpuBank(random_panels("fp4", 2 * F, D, experts=EXPERTS, paired=True), random_panels("fp4", D, F, experts=EXPERTS))
+    products = None if sweep else humming_products(bank)
     for rows in (1, 64) if options.quick else (1, 6, 16, 64, 512, 4096):
         made = batches(rows)
         nbytes, flops = cost(made)
@@ -124,15 +146,16 @@ def cases(options: Options, *, sweep: bool) -> Iterator[TimedCase]:
         kind = "decode" if rows <= 64 else "prefill"
         cuts = CUTS[kind] if sweep else CUTS[kind][:1]
         runs = {"kvist" if cut is cuts[0] else str(tuple(cut)): call(bank, cut, cut) for cut in cuts}
+        want = reference(bank, made[0])
 
-        def checked(runs: dict[str, Callable[[Batch], Tensor]] = runs, made: list[Batch] = made) -> None:
+        def checked(runs: dict[str, Callable[[Batch], Tensor]] = runs, want: Tensor = want, batch: Batch = made[0]) -> None:
             for name, run in runs.items():
-                check(name, run, bank, made[0])
+                check(name, run, want, batch)
 
-        checked()
         variants: dict[str, Callable[[], object]] = {name: graphed(run, made, calls) for name, run in runs.items()}
         if not sweep:
-            variants |= humming(bank, made, calls) | (cublas(bank, calls) if rows == 1 else {})
+            variants |= {} if products is None else humming(products, made, calls)
+            variants |= cublas(bank, calls) if rows == 1 else {}
         yield TimedCase(
             name=f"{rows} rows of {EXPERTS} experts", variants=variants, subject="kvist", check=checked, floor=floor,
             moved_bytes=nbytes, flops=flops, calls=calls,

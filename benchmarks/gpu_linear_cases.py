@@ -72,7 +72,6 @@ def case(name: str, shape: tuple[int, int, int], rows: int) -> TimedCase:
             for _ in range(20):
                 require_equal(f"{name}: repeated", run(items[0]), got)
 
-    check()
     variants: dict[str, Callable[[], object]] = {name: graphed(run, items, calls) for name, run in runs.items()}
     variants["cuBLAS bf16"] = graphed(cublas(groups), few, calls)
     return TimedCase(

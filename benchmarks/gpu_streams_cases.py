@@ -84,7 +84,6 @@ def streams_case(rows: int) -> TimedCase:
                 for first, again in zip(got, run(items[0]), strict=True):
                     require_equal(f"{name}: repeated", again, first)
 
-    check()
     variants: dict[str, Callable[[], object]] = {name: graphed(run, items, calls) for name, run in runs.items()}
     few = graphed(reference, items[:2], 8)
     variants["torch"] = lambda: [few() for _ in range(calls // 8)]
@@ -123,7 +122,6 @@ def router_case(rows: int, experts: int) -> TimedCase:
             raise WrongResult(f"router: {int((~same).sum())} of {rows} rows choose other experts")
         require_near("router weights", weights[same], want[same], 1e-4)
 
-    check()
     variants: dict[str, Callable[[], object]] = {"kvist": graphed(choose("gpu"), gates, calls)}
     logits = graphed(lambda gate: (x @ gate.T).float().topk(6, 1), gates, calls)
     variants["cuBLAS logits + torch.topk"] = logits
@@ -166,7 +164,6 @@ def rows_case(rows: int) -> TimedCase:
             got = torch.cat((codes.flatten(0, 1)[:rows], scales.flatten(0, 1)[:rows]), 1)
             require_equal(f"{name} rows of {width}", got, want)
 
-    check()
     return TimedCase(
         name=f"cache rows, {rows} rows x 3 formats", variants={"kvist": graphed(run, [0, 1], calls)}, subject="kvist",
         check=check, floor=floor_us(nbytes), moved_bytes=nbytes, calls=calls,

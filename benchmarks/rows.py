@@ -14,11 +14,11 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Better, percent_of_floor
+from kvist.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -70,7 +70,7 @@ class Machine:
         """Describe this machine, its packages and the checkout; a tree with local changes is marked `-dirty`."""
         import torch
 
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "kvist": version("kvist")}
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "kvist": VERSION}
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
             versions["cuda"] = str(torch.version.cuda)
