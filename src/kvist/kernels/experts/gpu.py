@@ -177,7 +177,7 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
         tl.debug_barrier()
         if tl.max(last.to(tl.int32), 0) == 1:
             total = tl.zeros([N, T], tl.float32)
-            for slot in range(S):
+            for slot in tl.static_range(S):
                 there = last & (tl.load(ids + row * S + slot, mask=last, other=-1) >= 0)
                 place = (row * S + slot).to(tl.int64)[None, :] * R + d[:, None]
                 total += tl.load(each + place, mask=there[None, :] & (d < R)[:, None], other=0.0,
@@ -192,7 +192,7 @@ def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * W + tl.arange(0, W)
     total = tl.zeros([W], tl.float32)
-    for slot in range(S):
+    for slot in tl.static_range(S):
         there = tl.load(ids + row * S + slot) >= 0
         total += tl.load(each + (row * S + slot) * R + d, mask=there & (d < R), other=0.0).to(tl.float32)
     tl.store(out + row * R + d, total, mask=d < R)

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
 
 
 ONE = Cut(1, 32, 160, 4, 1)
-FEW = Cut(16, 64, 160, 4, 2)
+FEW = Cut(16, 32, 160, 4, 2)
 MANY = Cut(32, 32, 512, 4, 2)
 FEW_ROWS = 256
 
@@ -215,8 +215,13 @@ def _pass(y, x, old_pre, old_post, old_comb, fn, base, scale, norm, streams, h, 
             return
         tl.store(arrived + tile, 0)
         sums = tl.zeros([T, 32], tl.float32)
-        for other in range(SPLITS):
-            sums += tl.load(place + other * T * 32, cache_modifier=".cg")
+        # Many parts in one load: one after the other, each would wait for memory.
+        GROUP: tl.constexpr = 256 if T == 1 else (64 // T if T < 64 else 1)
+        these = tl.arange(0, GROUP)[:, None, None]
+        first = parts + tile * SPLITS * T * 32 + tl.arange(0, T)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+        for start in tl.static_range(0, SPLITS, GROUP):
+            other = start + these
+            sums += tl.sum(tl.load(first + other * T * 32, mask=other < SPLITS, other=0.0, cache_modifier=".cg"), 0)
     else:
         tl.debug_barrier()
     _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS)

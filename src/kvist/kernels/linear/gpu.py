@@ -23,6 +23,7 @@ from kvist.kernels.quantise import quantise
 
 PLAIN = interpreted()
 FEW_ROWS = 64
+MOST_PARTS = 20
 
 
 class Cut(NamedTuple):
@@ -70,7 +71,7 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexp
         tl.debug_barrier()
         if before == SPLITS - 1:
             total = tl.zeros([N, T], tl.float32)
-            for other in range(SPLITS):
+            for other in tl.static_range(SPLITS):
                 total += tl.load(parts + other * size.to(tl.int64) + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(out + place, rounded(total, PLAIN).to(out.dtype.element_ty), mask=inside)
             tl.store(counter, 0)
@@ -89,7 +90,7 @@ def cut_for(rows: int, weight: PanelWeight, groups: int) -> Cut:
 def splits_for(cut: Cut, blocks: int, chunks: int) -> int:
     """Parts of the inputs: the largest divisor of the chunks that stays within the programs aimed for."""
     most = max(1, -(-cut.programs // blocks))
-    return max(part for part in range(1, min(most, chunks) + 1) if chunks % part == 0)
+    return max(part for part in range(1, min(most, chunks, MOST_PARTS) + 1) if chunks % part == 0)
 
 
 def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Tensor:

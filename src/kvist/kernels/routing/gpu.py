@@ -21,6 +21,7 @@ from kvist.kernels.device.gpu import operand
 
 PLAIN = interpreted()
 MOST_EXPERTS = 1024
+MOST_PARTS = 16
 
 
 class Cut(NamedTuple):
@@ -74,7 +75,7 @@ def _route(x, gate, bias_text, bias_image, text, parts, ids, weights, arrived, N
         expert = tl.arange(0, EP)[None, :]
         known = expert < E
         logits = tl.zeros([T, EP], tl.float32)
-        for other in range(SPLITS):
+        for other in tl.static_range(SPLITS):
             logits += tl.load(parts + other * size + rows[:, None] * E + expert, mask=known & alive[:, None], other=0.0,
                               cache_modifier=".cg")  # fmt: skip
         score = _scores(logits / temperature)
@@ -135,7 +136,7 @@ def route_gpu(
     cut = (FEW if n <= FEW_ROWS else MANY) if cut is None else cut
     tiles, blocks, steps = triton.cdiv(n, cut.tile), triton.cdiv(experts, cut.block), d // cut.step
     most = max(1, cut.programs // (tiles * blocks))
-    splits = max(part for part in range(1, min(most, steps) + 1) if steps % part == 0)
+    splits = max(part for part in range(1, min(most, steps, MOST_PARTS) + 1) if steps % part == 0)
     parts = torch.empty(splits * tiles * cut.tile * experts, dtype=torch.float32, device=x_ND.device)
     _route[(tiles, blocks, splits)](
         x_ND.contiguous(), gate_ED.contiguous(), bias_text_E.float(), bias_image_E.float(), text_N.contiguous(), parts, ids,
