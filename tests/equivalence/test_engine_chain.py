@@ -106,7 +106,8 @@ def alone(width: int, drafts: list[int] | None, *, start: int = 41, count: int =
             proposals.append(Proposal(tokens, [1.0] * width))
         return proposals
 
-    config = draw_config(random.Random(0), speculation=width, pages=40, page_tokens=4, step_cost=64, mixed_cost=64)
+    pages = 20 + (start + count) // 4
+    config = draw_config(random.Random(0), speculation=width, pages=pages, page_tokens=4, step_cost=64, mixed_cost=64)
     engine = Engine(model, config, drafter=propose if drafts else None, policy=FixedPolicy(width))
     watched = Watched(engine)
     number = watched.add(Request(prompt=PROMPT[:start], max_tokens=count, sampling=sampling, ignore_end=True))
@@ -126,5 +127,7 @@ def test_rollback_at_every_boundary(width: int, start: int) -> None:
     assert 0 < outcome.end.usage.accepted_tokens <= outcome.end.usage.drafted_tokens
 
 
-def test_own_drafts_do_not_change_greedy_text() -> None:
-    judge(toy(0, True), alone(5, None, count=30))
+@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.long)])
+def test_own_drafts_do_not_change_greedy_text(count: int) -> None:
+    """SPC-05: what the model's own drafts change is nothing, over 400 tokens."""
+    judge(toy(0, True), alone(5, None, count=count))

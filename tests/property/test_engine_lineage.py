@@ -253,6 +253,7 @@ def test_more_lives(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(200, 205))
 def test_long_lives(seed: int, tmp_path: Path) -> None:
     """The issue's count with a model: 2,000 steps x 5 seeds."""

@@ -131,7 +131,7 @@ class PageStore:
 
     def get(self, key: bytes) -> memoryview | None:
         """The proved bytes of a page, or None: absent, failed, damaged (then dropped and counted) or just replaced."""
-        return self._get(key, self._find(key))
+        return self._get(key, self._find_many([key]).get(key))
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
         """`get` for keys in order, at the speed of the disk: pages of one prefix mostly lie one after another."""
@@ -161,7 +161,7 @@ class PageStore:
             log.warning("%s: page %s cannot be read: %s", self.folder, entry.key.hex(), error)
             return "read error"
         except CorruptPage as fault:
-            now = self._find(entry.key)
+            now = self._find_many([entry.key]).get(entry.key)
             if now is None or (now.slot, now.sequence) != (entry.slot, entry.sequence):
                 self._count("superseded")
                 return "superseded"
@@ -206,11 +206,16 @@ class PageStore:
     def drop(self, key: bytes) -> bool:
         """Remove a page; False if there is none. Raises `ReadOnlyStore`, `sqlite3.Error`."""
         self._must_write()
-        entry = self._find(key)
+        entry = self._find_many([key]).get(key)
         with self._writing:
             dropped = entry is not None and self._index.drop(entry, None)
             self._recount()
         return dropped
+
+    def condemn(self, keys: Sequence[bytes]) -> None:
+        """Pages that are intact and yet led to wrong numbers: never read again, and dropped with the next write."""
+        for entry in self._find_many(keys).values():
+            self._condemn(entry, CorruptPage("refuted", "numbers computed from it were not finite"))
 
     def entries(self) -> Iterator[Entry]:
         """All promised pages in key order."""
@@ -304,7 +309,7 @@ class PageStore:
                 return found.payload
             if found != "superseded":
                 return None
-            entry, raw = self._find(key), None
+            entry, raw = self._find_many([key]).get(key), None
         self._count("misses")
         return None
 
@@ -437,9 +442,6 @@ class PageStore:
             self._note_index(error)
         return 0
 
-    def _find(self, key: bytes) -> Entry | None:
-        return self._find_many([key]).get(key)
-
     def _find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         if self._bad_index:
             return {}
@@ -464,11 +466,9 @@ class PageStore:
                 self._wanted.popitem(last=False)
 
     def _is_negative(self, entry: Entry) -> bool:
-        if not self._negative:
-            return False
         with self._small:
             sequence, until = self._negative.get(entry.key, (-1, 0.0))
-            return sequence == entry.sequence and time.monotonic() < until
+        return sequence == entry.sequence and time.monotonic() < until
 
     def _remember_failure(self, entry: Entry, until: float) -> None:
         with self._small:

@@ -186,6 +186,16 @@ class Tiers:
         if self.store is not None:
             self.store.touch(keys)
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget pages that are intact and yet led to wrong numbers, in every tier."""
+        for key in keys:
+            with self._changed:
+                unwritten = self._queue.pop(key, None)
+                self.queued_bytes -= 0 if unwritten is None else len(unwritten.payload)
+            self.host.drop(key)
+        if self.store is not None:
+            self.store.condemn(keys)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -437,6 +437,8 @@ class Engine:
             error = self.runner.unread  # not the model's numbers: an expert that could not be read
         if not keep:
             self.pages.withdraw(job)
+        if isinstance(error, NonFiniteLogits):
+            self.pages.distrust(job)
         self.scheduler.finish(job, keep=keep)
         self._finished(job, reason, error=error)
 

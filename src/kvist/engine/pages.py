@@ -233,5 +233,18 @@ class Pages:
         self.index.withdraw(job.offered)
         job.offered = []
 
+    def distrust(self, job: Job) -> None:
+        """The numbers behind the job's hit went wrong, perhaps because of it: whoever comes next computes those pages again.
+
+        Pages behind which others have published stay: their numbers were right.
+        """
+        if job.span is None or job.chain is None:
+            return
+        hit = job.pages[: job.span.hit // self.page_tokens]
+        self.index.withdraw(hit)
+        if self.tiers is not None:
+            gone = [number for number, page in enumerate(hit) if not self.pool.kept(page)]
+            self.tiers.drop([key for number in gone for key in self._keys(job.chain.digests[number], job.replay_length)])
+
     def _provenance(self, job: Job) -> int:
         return EXACT if job.exact_rows else job.replay_length
