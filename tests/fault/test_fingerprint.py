@@ -87,7 +87,7 @@ def test_shards_and_the_text_of_the_configuration_do_not_matter(pristine, tmp_pa
     "change",
     [
         lambda folder: edit(folder, rope_theta=10001.0),
-        lambda folder: edit(folder, compress_rope_theta=1.0),
+        lambda folder: edit(folder, compress_rope_theta=160001.0),
         lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}'),
         lambda folder: (folder / "tokenizer.json").unlink(),
     ],
