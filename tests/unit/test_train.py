@@ -24,7 +24,7 @@ from kvist.presets import tiny
 from kvist.train import draft, quantisers, sinkhorn
 from kvist.train.drafting import train_draft
 from kvist.train.evaluate import documents, windows
-from kvist.train.export import export
+from kvist.train.export import checkpoint_values, export
 from kvist.train.loop import Recipe, Run, Team, leaves, train, train_step
 from kvist.train.loss import Share, contribute
 from kvist.train.network import Mode, Network
@@ -349,6 +349,11 @@ def test_draft_stage_export_and_reload(sampler: Sampler, tmp_path: Path) -> None
     assert line["loss"] < 1.05
     files = export(CONFIG, run.weights, None, tmp_path / "model", shard_bytes=300_000)
     assert len(files) > 1
+    values = checkpoint_values(CONFIG, tmp_path / "model")
+    export(CONFIG, values, None, tmp_path / "again", shard_bytes=300_000)
+    assert values.keys() == run.weights.keys()
+    for name, value in checkpoint_values(CONFIG, tmp_path / "again").items():
+        assert torch.equal(value, values[name]), name
     session = Session(build_model(tmp_path / "model", classes=CLASSES))
     assert session.score(torch.arange(20, 60)).shape == (40, CONFIG.vocab_size)
 

@@ -132,9 +132,9 @@ class Run:
     positions: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def start(config: ModelConfig, recipe: Recipe, device: torch.device) -> Run:
-        """A fresh run."""
-        weights = leaves(start_values(config, recipe.seed), device, trained="layers.")
+    def start(config: ModelConfig, recipe: Recipe, device: torch.device, values: Weights | None = None) -> Run:
+        """A fresh run, from given values or seeded start values."""
+        weights = leaves(start_values(config, recipe.seed) if values is None else values, device, trained="layers.")
         return Run(
             config=config,
             recipe=recipe,

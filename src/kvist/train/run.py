@@ -24,7 +24,7 @@ from kvist.text.tokenizer import Tokenizer
 from kvist.train.baseline import train_dense
 from kvist.train.drafting import train_draft
 from kvist.train.evaluate import Judge, judge_all
-from kvist.train.export import export
+from kvist.train.export import checkpoint_values, export
 from kvist.train.loop import Recipe, Run, Team, train
 from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, recall_from_tokenizer
 from kvist.train.weights import storages
@@ -52,11 +52,13 @@ def run(
     baseline_tokens: float = 0.0,
     baseline_seconds: float = 0.0,
     limit: int = 1_200_000,
+    weights: Path | None = None,
 ) -> dict[str, Any]:
     """Train `model` (a preset or a config.json) on the tokens under `data`; state, metrics and the checkpoint go to `out`.
 
-    Continues from `out/state.pt` if there is one. Stages: train, draft, export (into `out/model`), evaluate
-    (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`, `ConfigError` or ValueError.
+    Continues from `out/state.pt` if there is one, else starts from the checkpoint `weights` or afresh. Stages: train, draft,
+    export (into `out/model`), evaluate (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`,
+    `ConfigError` or ValueError.
     """
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
@@ -80,9 +82,7 @@ def run(
     if set(stages) <= {"baseline"}:
         return results
     classes = _classes(config, file, place)
-    state = Run.start(config, recipe, place)
-    if (out / "state.pt").is_file():
-        state.load(out / "state.pt")
+    state = _state(config, recipe, place, out, weights)
     if not (finished := state.progress >= 1.0) and "train" in stages:
         finished = train(state, sampler, out, classes, dtype=dtype, stop_after=stop_after)
     results |= {"finished": finished, "step": state.step, "tokens": state.tokens}
@@ -125,6 +125,15 @@ def _finish(
             judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit
         )
     return results
+
+
+def _state(config: ModelConfig, recipe: Recipe, device: torch.device, out: Path, weights: Path | None) -> Run:
+    file = out / "state.pt"
+    given = weights is not None and not file.is_file()
+    state = Run.start(config, recipe, device, checkpoint_values(config, weights) if given and weights else None)
+    if file.is_file():
+        state.load(file)
+    return state
 
 
 def _own_tokenizer(model: str) -> Path:
@@ -185,6 +194,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", default="train,draft,export,evaluate")
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--weights", type=Path, help="a checkpoint to start from")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--recipe", default="{}", help="JSON of recipe fields")
     parser.add_argument("--mixture", default="{}", help="JSON of mixture fields")
@@ -200,7 +210,7 @@ def main() -> None:
         mixture=replace(Mixture(), **json.loads(a.mixture)),
         stages=tuple(a.stages.split(",")), tokenizer=a.tokenizer, device=a.device, stop_after=a.stop_after,
         draft_steps=a.draft_steps, draft_seconds=a.draft_seconds, baseline_tokens=a.baseline_tokens,
-        baseline_seconds=a.baseline_seconds, limit=a.limit,
+        baseline_seconds=a.baseline_seconds, limit=a.limit, weights=a.weights,
     )  # fmt: skip
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(result), flush=True)
