@@ -13,27 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@triton.jit
-def _ordered(score, allowed):
-    """Unsigned numbers in the order of the scores (-0 equals 0); 0 where not allowed, which no score maps to."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(allowed, bits.to(tl.uint32, bitcast=True) ^ 0x80000000, 0).to(tl.uint32)
-
-
-@triton.jit
-def _best(order, k):
-    """Which entries are among the k best: all above the k-th value, and the first of those equal to it."""
-    cut = tl.full([1], 0, tl.uint32)
-    for step in range(32):
-        trial = cut | (tl.full([1], 1, tl.uint32) << (31 - step))
-        enough = tl.sum((order >= trial).to(tl.int32), 0) >= k
-        cut = tl.where(enough, trial, cut)
-    above = order > cut
-    tied = (order == cut) & (order > 0)
-    room = k - tl.sum(above.to(tl.int32), 0)
-    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+from kvist.kernels.device.order_triton import k_best, ordered
 
 
 @triton.jit
@@ -45,8 +25,8 @@ def _select(scores, kept, ids, T, M, Y, RATIO: tl.constexpr, K: tl.constexpr, S:
     allowed = row < tl.minimum(visible, M)
     if POOLED:
         allowed = allowed & (tl.load(kept + query * Y + row // S, mask=allowed, other=0) != 0)
-    order = _ordered(tl.load(scores + query * M + row, mask=allowed, other=0.0), allowed)
-    taken = _best(order, K)
+    order = ordered(tl.load(scores + query * M + row, mask=allowed, other=0.0), allowed)
+    taken, _ = k_best(order, K)
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(ids + query * K + place, row, mask=taken)
 
@@ -57,10 +37,10 @@ def _blocks(scores, kept, T, M, Y, RATIO: tl.constexpr, K: tl.constexpr, S: tl.c
     block = tl.arange(0, YP)
     visible = tl.minimum((query % T + 1) // RATIO, M)
     row = block[:, None] * S + tl.arange(0, S)[None, :]
-    best = tl.max(tl.load(scores + query * M + row, mask=row < visible, other=float("-inf")), 1)
+    highest = tl.max(tl.load(scores + query * M + row, mask=row < visible, other=float("-inf")), 1)
     # The block of the newest visible row is always kept.
-    best = tl.where(block == (visible - 1) // S, float("inf"), best)
-    taken = _best(_ordered(best, block * S < visible), K)
+    highest = tl.where(block == (visible - 1) // S, float("inf"), highest)
+    taken, _ = k_best(ordered(highest, block * S < visible), K)
     tl.store(kept + query * Y + block, taken.to(tl.int8), mask=block < Y)
 
 

@@ -14,29 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvist.kernels.device.order_triton import k_best, ordered
 from kvist.kernels.device.planes_triton import e8m0_scale, fp4_planes, value_planes
-
-
-@triton.jit
-def _ordered(score, allowed):
-    """float32 -> uint32 in the same order, 0 where not allowed."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(allowed, bits.to(tl.uint32, bitcast=True) ^ 0x80000000, 0).to(tl.uint32)
-
-
-@triton.jit
-def _best(order, K: tl.constexpr):
-    """Which of [L] are among the K best, first ones of equals, and the K-th value [1] (0: fewer than K)."""
-    cut = tl.full([1], 0, tl.uint32)
-    for step in range(32):
-        trial = cut | (tl.full([1], 1, tl.uint32) << (31 - step))
-        enough = tl.sum((order >= trial).to(tl.int32), 0) >= K
-        cut = tl.where(enough, trial, cut)
-    above = order > cut
-    tied = (order == cut) & (order > 0)
-    room = K - tl.sum(above.to(tl.int32), 0)
-    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room)), cut
 
 
 @triton.jit
@@ -58,7 +37,7 @@ def _cut_back(orders, ids, at, count, least, K: tl.constexpr, R: tl.constexpr, C
         mine = member == r
         order, entry = _buffered(orders, ids, at + r * CAP, tl.sum(tl.where(mine, count, 0), 0), CAP)
         tl.debug_barrier()
-        kept, cut = _best(order, K)
+        kept, cut = k_best(order, K)
         place = at + r * CAP + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(orders + place, order.to(tl.int32, bitcast=True), mask=kept)
         tl.store(ids + place, entry, mask=kept)
@@ -172,7 +151,7 @@ def scan(
             PACKED, WIDE, PLAIN,
         )  # fmt: skip
         scores = _scores(k_even, k_odd, q_even, q_odd, weight, R, JP, KT, WIDE)
-        order = _ordered(scores, here[None, :] & (row[None, :] < sees[:, None]))
+        order = ordered(scores, here[None, :] & (row[None, :] < sees[:, None]))
         if PUBLISH:
             best = tl.max(tl.reshape(order.to(tl.uint32), [R, KT // BS, BS]), 2)
             number = at // BS + tl.arange(0, KT // BS)[None, :]
@@ -192,7 +171,7 @@ def scan(
     for r in range(R):
         if r < members:
             order, entry = _buffered(buffer_orders, buffer_ids, buffer + r * CAP, tl.sum(tl.where(member == r, count, 0), 0), CAP)
-            kept, _ = _best(order, K)
+            kept, _ = k_best(order, K)
             to = ((first + r).to(tl.int64) * shares + share) * K
             _write_list(out_orders, out_ids, to, order, entry, kept, K, WRITE_ORDERS, CAP)
 
@@ -215,5 +194,5 @@ def join(
     entry = place
     if NUMBERED:
         entry = tl.load(ids + line * length + place, mask=held, other=-1)
-    kept, _ = _best(order, K)
+    kept, _ = k_best(order, K)
     _write_list(out_orders, out_ids, (line * segments + segment) * K, order, entry, kept, K, WRITE_ORDERS, L)
