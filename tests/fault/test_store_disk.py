@@ -8,11 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from kvist.cache import page_file
 from kvist.cache.maintenance import verify
 from kvist.cache.store_errors import StoreFull, StoreUnwritable
 from tests.fault.faulty_files import FaultyFiles
@@ -233,4 +235,28 @@ def test_random_faults(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatc
     time.sleep(0.002)
     assert verify(store).good
     assert store.put([page(n) for n in range(10)]) == 10 and check(store, range(10)) == 10
+    store.close()
+
+
+def test_an_abandoned_read_ahead_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be collected while a thread starts, under a lock that joining its reader would take: a deadlock seen in use."""
+    monkeypatch.setattr(page_file, "_GROUP", 8)
+    disk, release, calls = FaultyFiles(), threading.Event(), list[int]()
+    store = open_store(tmp_path, files=disk)
+    assert store.put([page(n) for n in range(40)]) == 40
+    plain = disk.read_into
+
+    def second_waits(fd: int, buffers: list[bytearray], offset: int) -> int:
+        calls.append(offset)
+        if len(calls) > 1:
+            release.wait(60)
+        return plain(fd, buffers, offset)
+
+    monkeypatch.setattr(disk, "read_into", second_waits)
+    raw = store._file.read_ahead(list(range(40)))
+    assert not isinstance(next(raw), OSError)
+    began = time.monotonic()
+    raw.close()
+    assert time.monotonic() - began < 20
+    release.set()
     store.close()

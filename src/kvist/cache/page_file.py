@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count, islice
 from pathlib import Path
@@ -196,19 +196,23 @@ class PageFile:
         """The first 128 bytes of a slot."""
         return self._files.read(self._fd, HEADER_BYTES, self._offset(slot))
 
-    def read_ahead(self, slots: Sequence[int]) -> Iterator[Buffer | OSError]:
+    def read_ahead(self, slots: Sequence[int]) -> Generator[Buffer | OSError, None, None]:
         """`read` for slots in order, an error in place of what it stopped; a thread reads while its last pages are used.
 
         Neighbours are read with one call of about 1 MiB, as one reads a plain file, into memory of pages that were let go.
         """
         groups = [slots[at : at + _GROUP] for at in range(0, len(slots), _GROUP)]
         pool: list[bytearray] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead") as reader:
+        reader = ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead")
+        try:
             ahead = [reader.submit(self._read_group, group, pool) for group in groups[:1]]
             for following in [*groups[1:], None]:
                 if following is not None:
                     ahead.append(reader.submit(self._read_group, following, pool))
                 yield from ahead.pop(0).result()
+        finally:
+            # Never waits: an abandoned iterator may be collected while a thread starts, under the lock that a join takes.
+            reader.shutdown(wait=False, cancel_futures=True)
 
     def _read_group(self, slots: Sequence[int], pool: list[bytearray]) -> list[Buffer | OSError]:
         found: list[Buffer | OSError] = []

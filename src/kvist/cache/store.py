@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -138,10 +138,10 @@ class PageStore:
         for at in range(0, len(keys), _READ_PAGES):
             part = keys[at : at + _READ_PAGES]
             entries = self._find_many(part)
-            raw = self._file.read_ahead([entries[key].slot for key in part if key in entries])
-            for key in part:
-                entry = entries.get(key)
-                yield self._get(key, entry, None if entry is None else next(raw))
+            with closing(self._file.read_ahead([entries[key].slot for key in part if key in entries])) as raw:
+                for key in part:
+                    entry = entries.get(key)
+                    yield self._get(key, entry, None if entry is None else next(raw))
 
     def prove(self, entry: Entry, raw: Buffer | OSError | None = None) -> Stored | str:
         """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.
