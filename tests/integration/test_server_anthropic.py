@@ -117,7 +117,7 @@ def test_errors_in_this_api_s_words(live: Live) -> None:
     with pytest.raises(anthropic.BadRequestError, match="at least 1"):
         client.messages.create(model="nano", max_tokens=0, messages=ask("x"))
     with pytest.raises(anthropic.NotFoundError, match="not served"):
-        client.messages.create(model="claude", max_tokens=5, messages=ask("x"))
+        client.messages.create(model="another", max_tokens=5, messages=ask("x"))
     with pytest.raises(anthropic.BadRequestError, match="no place"):
         client.messages.create(
             model="nano",

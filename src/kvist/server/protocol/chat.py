@@ -13,9 +13,8 @@ from pydantic import Field
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
 from kvist.server.protocol.parts import (
-    Bias,
     Json,
-    ResponseFormat,
+    SampledBody,
     checked_max_tokens,
     data_url_bytes,
     output_format,
@@ -120,49 +119,25 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class StreamOptions(Body):
-    """`include_usage`: a last chunk with the usage."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
 class Thinking(Body):
     """Reasoning on or off (ours, as DeepSeek's API spells it)."""
 
     type: Literal["enabled", "disabled"]
 
 
-class ChatRequest(Body):
+class ChatRequest(SampledBody):
     """The request. `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity` have no effect."""
 
-    model: str
     messages: list[ChatMessage]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Bias | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | int | None = None
     thinking: Thinking | None = None
     store: bool | None = None
-    user: str | None = None
     metadata: Json | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -12,10 +12,9 @@ from kvist.server.body import Body
 from kvist.server.errors import ApiError
 from kvist.server.generation import Work
 from kvist.server.grammars import format_grammar
-from kvist.server.protocol.chat import ChatMessage, StreamOptions, Thinking, Tool
+from kvist.server.protocol.chat import ChatMessage, Thinking, Tool
 from kvist.server.protocol.parts import (
-    Bias,
-    ResponseFormat,
+    SampledBody,
     checked_max_tokens,
     output_format,
     sampling_params,
@@ -29,30 +28,13 @@ DEFAULT_TOKENS = 16
 """What this API has always taken when max_tokens is left out."""
 
 
-class CompletionRequest(Body):
+class CompletionRequest(SampledBody):
     """The request. `max_tokens` 0 with `echo` scores the prompt only."""
 
-    model: str
     prompt: str | list[str] | list[int] | list[list[int]]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Bias | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    response_format: ResponseFormat | None = None
-    user: str | None = None
     suffix: None = None
 
 

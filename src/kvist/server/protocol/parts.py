@@ -103,6 +103,35 @@ FlatFormat = Annotated[
 AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat | RegexFormat | GrammarFormat
 
 
+class StreamOptions(Body):
+    """`include_usage`: a last chunk with the usage."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SampledBody(Body):
+    """What both of OpenAI's completion APIs ask in the same words."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Bias | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+
 def output_format(asked: AnyFormat | None) -> OutputFormat | None:
     """What a response format asks of the content."""
     match asked:
