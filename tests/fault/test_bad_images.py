@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -93,6 +94,51 @@ def test_truncated_jpeg() -> None:
     for length in (3, 20, len(data) // 2, len(data) - 40):
         with pytest.raises(ImageError, match=f"{length} bytes"):
             decode_image(data[:length])
+
+
+def progressive_bomb(side: int, scans: int) -> bytes:
+    """A progressive JPEG whose scans each run over all blocks and say in a few bytes that nothing changes."""
+
+    def segment(kind: int, body: bytes) -> bytes:
+        return bytes([0xFF, kind]) + struct.pack(">H", len(body) + 2) + body
+
+    one_code = bytes([1] + [0] * 15)
+    blocks = (side // 8) ** 2
+    skip_all = "".join("0" + "1" * 14 for _ in range(-(-blocks // 32767)))  # each: code 0 (a run of 2**14), 14 bits more
+    skip_all += "1" * (-len(skip_all) % 8)
+    run = int(skip_all, 2).to_bytes(len(skip_all) // 8, "big").replace(b"\xff", b"\xff\0")
+    head = segment(0xDB, b"\0" + b"\1" * 64) + segment(0xC2, struct.pack(">BHHB", 8, side, side, 1) + b"\1\x11\0")
+    tables = segment(0xC4, b"\x10" + one_code + b"\xe0") + segment(0xC4, b"\0" + one_code + b"\0")
+    first = segment(0xDA, b"\1\1\0\0\0\0") + b"\0" * (blocks // 8 + 1)
+    other = segment(0xDA, b"\1\1\0\1\x3f\0") + run
+    return b"\xff\xd8" + head + tables + first + other * (scans - 1) + b"\xff\xd9"
+
+
+def test_a_jpeg_of_endless_scans_is_refused_before_decoding() -> None:
+    """A megabyte can ask for a minute of work: 5 ms a scan at 8000x8000, a hundred bytes each."""
+    data = progressive_bomb(8000, 10_000)
+    assert len(data) < 2 << 20
+    began = time.perf_counter()
+    with pytest.raises(ImageError, match=r"8000x8000 pixels in 10000 scans; a picture of this size may have 24"):
+        decode_image(data)
+    assert time.perf_counter() - began < 2
+    assert decode_image(progressive_bomb(80, 1000)).shape == (80, 80, 3), "work counts, not scans"
+
+
+def test_ordinary_progressive_jpegs_of_the_largest_size_pass() -> None:
+    """CMYK has the most scans of any encoder's script; what only looks like a scan, in metadata or behind the end, is none."""
+    picture = Image.fromarray(PIXELS).convert("CMYK")
+    data = encoded(picture, "JPEG", progressive=True, comment=b"\xff\xda" * 1000) + b"\xff\xda" * 1000
+    pixels = PIXELS.shape[0] * PIXELS.shape[1]
+    assert decode_image(data, ImageLimits(max_pixels=pixels)).shape == PIXELS.shape
+    with pytest.raises(ImageError, match="18 scans"):
+        decode_image(data, ImageLimits(max_pixels=pixels, max_scans=17))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_many_transparent_entries_is_read_without_a_warning() -> None:
+    image = Image.fromarray(PIXELS).convert("P")
+    assert np.array_equal(decode_image(encoded(image, "PNG", transparency=bytes(range(256)))), np.asarray(image.convert("RGB")))
 
 
 def test_corrupt_jpeg_tables() -> None:

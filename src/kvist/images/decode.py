@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from PIL import Image
 from kvist.images.errors import ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+
+# A JPEG marker that ends entropy-coded data; 0xFF00, restarts and the codes that decoders skip are none.
+_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
+_SCAN, _END = 0xDA, 0xD9
 
 # What Pillow's readers raise on damaged input, besides the decompression-bomb errors.
 _DAMAGED = (
@@ -45,10 +50,13 @@ class ImageLimits:
 
     The default of 64 million pixels admits 8000x6000 and holds 192 MB of RGB. Pillow has a ceiling of its own
     (`PIL.Image.MAX_IMAGE_PIXELS`, about 89 million, refused from twice that); a higher `max_pixels` needs it raised.
+    `max_scans`: how often a JPEG of `max_pixels` may pass over its pixels, a smaller one more often. Progressive encoders
+    write 6 to 18 scans, a hostile file thousands of a hundred bytes each.
     """
 
     max_bytes: int = 64 << 20
     max_pixels: int = 64_000_000
+    max_scans: int = 24
 
 
 def decode_image(source: bytes | str | os.PathLike[str], limits: ImageLimits | None = None) -> NDArray[np.uint8]:
@@ -73,6 +81,8 @@ def decode_image(source: bytes | str | os.PathLike[str], limits: ImageLimits | N
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_pixels(image.size, limits)
+            if image.format in ("JPEG", "MPO"):
+                _check_scans(data, image.size, limits)
             return np.array(_to_rgb(image), dtype=np.uint8)
     except ImageError:
         raise
@@ -118,7 +128,26 @@ def _check_pixels(size: tuple[int, int], limits: ImageLimits) -> None:
         )
 
 
+def _check_scans(data: bytes, size: tuple[int, int], limits: ImageLimits) -> None:
+    pixels, scans = size[0] * size[1], _jpeg_scans(data)
+    if scans * pixels > limits.max_scans * limits.max_pixels:
+        raise ImageError(
+            f"JPEG of {size[0]}x{size[1]} pixels in {scans} scans; a picture of this size may have "
+            f"{limits.max_scans * limits.max_pixels // pixels}; save it again, not progressive"
+        )
+
+
+def _jpeg_scans(data: bytes) -> int:
+    """Scans of the first picture in a JPEG file, by its markers: metadata is stepped over, nothing is decoded."""
+    at, scans = 2, 0
+    while (found := _MARKER.search(data, at)) and found[1][0] != _END:
+        scans += found[1][0] == _SCAN
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return scans
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
+    image.info.pop("transparency", None)  # dropped anyway; Pillow would warn of a palette's
     # "I" is what older Pillow versions make of a 16-bit grey PNG; no accepted format holds wider integers.
     if image.mode.startswith("I"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
