@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -156,6 +158,23 @@ def test_two_entries_of_one_slot(tmp_path: Path) -> None:
     store.put([page(n) for n in range(100, 110)])
     assert store.get(key(8)) == payload(8), "the slot of a page that truly lives there is not given away"
     refill(store)
+
+
+def test_a_smaller_budget_on_a_damaged_index(original: Path, tmp_path: Path) -> None:
+    """The damage shows only while pages are moved to fit: the index is made again, and the store opens and keeps its budget."""
+    shutil.copytree(original, tmp_path / "store")
+    index = tmp_path / "store" / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(index)) as connection, connection:
+        connection.execute("PRAGMA writable_schema = 1")
+        connection.execute(
+            "UPDATE sqlite_schema SET sql = replace(sql, 'slot INTEGER NOT NULL', 'slot INTEGER') WHERE name = 'pages'"
+        )
+    with contextlib.closing(sqlite3.connect(index)) as connection, connection:
+        connection.execute("UPDATE pages SET slot = NULL WHERE key = ?", (key(5),))
+    store = open_store(tmp_path / "store", budget_bytes=4096 + 20 * (2048 + 160))
+    assert store.counters.index_rebuilds == 1 and store.stat().pages == 20
+    assert missing(store) == PAGES - 20
+    store.close()
 
 
 @pytest.mark.parametrize("older", ["index.sqlite", "pages.kv"])

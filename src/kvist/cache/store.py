@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +72,6 @@ class PageStore:
         self._synced, self._unsynced, self._bad_index = time.monotonic(), False, False
         self._index, made_again = open_index(folder, file, read_only=self.read_only)
         self.counters.index_rebuilds += made_again
-        self._pages, self._clock = 0, 0
         self._recount()
 
     @staticmethod
@@ -140,8 +140,7 @@ class PageStore:
             entries = self._find_many(part)
             with closing(self._file.read_ahead([entries[key].slot for key in part if key in entries])) as raw:
                 for key in part:
-                    entry = entries.get(key)
-                    yield self._get(key, entry, None if entry is None else next(raw))
+                    yield self._get(key, entries.get(key), next(raw) if key in entries else None)
 
     def prove(self, entry: Entry, raw: Buffer | OSError | None = None) -> Stored | str:
         """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.
@@ -199,15 +198,14 @@ class PageStore:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that pages are wanted, without reading them; in chain order."""
         entries = self._find_many(keys)
-        for key in reversed(keys):
-            if key in entries:
-                self._want(entries[key])
+        for entry in (entries[key] for key in reversed(keys) if key in entries):
+            self._want(entry)
 
     def drop(self, key: bytes) -> bool:
         """Remove a page; False if there is none. Raises `ReadOnlyStore`, `sqlite3.Error`."""
         self._must_write()
-        entry = self._find_many([key]).get(key)
         with self._writing:
+            entry = self._find_many([key]).get(key)
             dropped = entry is not None and self._index.drop(entry, None)
             self._recount()
         return dropped
@@ -246,28 +244,19 @@ class PageStore:
         """Keep the `pages` most recently wanted ones and give the disk space of the others back; returns how many went.
 
         Pages at the file's end are copied into free slots, on disk before the index says so: a kill loses nothing. One that
-        cannot be read for that is dropped. Raises `OSError`, `sqlite3.Error`.
+        cannot be read for that is dropped; a bad index is made again first. Raises `OSError`, `sqlite3.Error`.
         """
         self._must_write()
         with self._writing:
             self._mend()
-            gone = 0
-            while (excess := self._index.pages - pages) > 0 and (went := self._index.evict(min(excess, 1000))):
-                gone += went
-            target = self._index.pages
-            moving: list[Entry] = []
-            for entry in self._index.entries(first_slot=target):
-                moving.append(entry)
-                if len(moving) == 64:
-                    self._move(moving, target)
-                    moving = []
-            self._move(moving, target)
-            self._file.sync()
-            self._index.cut(target)
-            self._file.cut(min(target, self._file.slots))
-            self._count("evicted", gone)
-            self._recount()
-        return gone
+            try:
+                return self._shrink(pages)
+            except sqlite3.Error as error:
+                self._note_index(error)
+                if not self._bad_index:
+                    raise
+                self._remake_index()
+                return self._shrink(pages)
 
     def stat(self) -> StoreStat:
         """Pages and bytes now."""
@@ -391,6 +380,20 @@ class PageStore:
         for entry in entries:
             if entry.key not in moved:
                 self._index.drop(entry, None)
+
+    def _shrink(self, pages: int) -> int:
+        gone = 0
+        while (excess := self._index.pages - pages) > 0 and (went := self._index.evict(min(excess, 1000))):
+            gone += went
+        entries = self._index.entries(first_slot=(target := self._index.pages))
+        while moving := list(islice(entries, 64)):
+            self._move(moving, target)
+        self._file.sync()
+        self._index.cut(target)
+        self._file.cut(min(target, self._file.slots))
+        self._count("evicted", gone)
+        self._recount()
+        return gone
 
     def _sync(self) -> int:
         self._synced, self._unsynced = time.monotonic(), False
