@@ -22,11 +22,12 @@ from kvist.server.body import Body
 from kvist.server.errors import ApiError
 from kvist.server.figures import Figures
 from kvist.server.gate import Gate, Keys, Names, error_body
+from kvist.server.page import PREFIX, PageFiles, index
 from kvist.server.protocol.chat import ChatRequest
 from kvist.server.protocol.completions import CompletionRequest, TokenizeRequest
 from kvist.server.protocol.messages import CountRequest, MessagesRequest
 from kvist.server.protocol.responses import ResponseRequest
-from kvist.server.routes import chat, completions, messages, responses
+from kvist.server.routes import chat, completions, files, messages, responses
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, is_loopback
@@ -41,7 +42,15 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
     "/v1/messages/count_tokens": (messages.count, CountRequest),
     "/tokenize": (completions.tokenize, TokenizeRequest),
 }
-ON_ENGINE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files"))
+"""What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
+FILES: dict[tuple[str, str], Handler] = {
+    ("POST", "/v1/files"): files.create,
+    ("GET", "/v1/files"): files.listed,
+    ("GET", "/v1/files/{number}"): files.retrieve,
+    ("GET", "/v1/files/{number}/content"): files.content,
+    ("DELETE", "/v1/files/{number}"): files.delete,
+}
 
 
 def create_service(served: Served, settings: ServerSettings) -> Service:
@@ -64,7 +73,13 @@ def create_app(service: Service) -> ASGIApp:
     for method in ("GET", "DELETE"):
         path = "/v1/responses/{number}"
         app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
+    for (method, path), handler in FILES.items():
+        form = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": files.FORM}}}}
+        extra = form if method == "POST" else None
+        app.add_api_route(path, _bound(service, handler), methods=[method], openapi_extra=extra, name=f"{method} {path}")
     _add_operations(app, service)
+    app.add_route("/", index, methods=["GET"], name="page", include_in_schema=False)
+    app.mount(PREFIX, PageFiles())
     app.add_exception_handler(ApiError, _on_api_error)
     for kind in (HTTPException, FastApiError):
         app.add_exception_handler(kind, _on_http_error)
@@ -75,10 +90,12 @@ def create_app(service: Service) -> ASGIApp:
         names=Names(settings.allowed_hosts, settings.allowed_origins, loopback=is_loopback(settings.host)),
         admission=service.admission,
         figures=service.figures,
-        places=ON_ENGINE,
+        places=NEED_PLACE,
     )
     if settings.allowed_origins:
-        gated = CORSMiddleware(gated, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        gated = CORSMiddleware(
+            gated, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+        )
     return gated
 
 
@@ -116,6 +133,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     def model_shape(name: str) -> dict[str, Any]:
         shape = {"id": name, "object": "model", "created": served.created, "owned_by": "kvist", "max_model_len": served.context}
+        shape["capabilities"] = {"vision": served.read_image is not None, "base": served.base}
         # Anthropic's client reads the two below.
         return {**shape, "type": "model", "display_name": name}
 

@@ -18,7 +18,9 @@ from kvist.server.body import Body, ClientDisconnect, read_body, wait_disconnect
 from kvist.server.errors import ApiError, refused
 from kvist.server.event_stream import EventStream, started
 from kvist.server.figures import Figures
+from kvist.server.files import FileShelf
 from kvist.server.generation import Ended, Generation, Piece, Work
+from kvist.server.pictures import Pictures
 from kvist.server.served import Served
 from kvist.server.settings import ServerSettings
 from kvist.server.wish import Caller
@@ -78,6 +80,12 @@ class Service:
 
     def __init__(self, served: Served, settings: ServerSettings, admission: Admission, figures: Figures) -> None:
         self.served, self.settings, self.admission, self.figures = served, settings, admission, figures
+        self.files = FileShelf(
+            max_files=settings.max_files,
+            max_bytes=settings.max_file_bytes,
+            memory_bytes=settings.files_memory,
+            keep_s=settings.file_keep_s,
+        )
         self.names = (settings.model_name or served.name, *settings.model_aliases)
 
     async def body(self, request: Request, schema: type[B]) -> B:
@@ -98,16 +106,25 @@ class Service:
 
     async def prepared(self, make: Callable[[], list[Work]]) -> list[Work]:
         """Works made in a thread, as tokenising may take long. Raises ApiError."""
-        try:
-            works = await asyncio.to_thread(make)
-        except ValueError as error:
-            raise refused(error) from error
+        works = await self.in_thread(make)
         count = sum(work.request.sampling.n for work in works)
         if count > self.settings.max_choices:
             raise ApiError(
                 "invalid_value", f"{count} replies asked for, at most {self.settings.max_choices} (max_choices)", param="n"
             )
         return works
+
+    async def in_thread(self, make: Callable[[], T]) -> T:
+        """What takes long and belongs to a request: done beside the event loop. Raises ApiError."""
+        try:
+            return await asyncio.to_thread(make)
+        except ValueError as error:
+            raise refused(error) from error
+
+    def pictures(self, request: Request) -> Pictures:
+        """Where this caller's pictures may come from."""
+        tenant: str = request.state.tenant
+        return Pictures(stored=lambda number, where: self.files.get(tenant, number, param=where).data)
 
     async def run(self, works: Sequence[Work], request: Request) -> AsyncIterator[Piece | Ended]:
         """Pieces and ends of all replies. Raises ApiError. Figures, quotas and the log line learn of it."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvist.engine.replay import Replay
 from kvist.engine.request import ImageInput, Request
 from kvist.engine.sampling.params import SamplingParams
 from kvist.server.errors import ApiError
 from kvist.server.generation import Work
 from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar, needs_call_grammar
-from kvist.server.served import Served
+from kvist.server.served import ReadImage, Served
 from kvist.server.token_text import turn_ids
 from kvist.text import EncodedPrompt, Message, PromptError, TokenizerError, ToolDefinition, encode_chat
 from kvist.text.marks import DSML, END_THINK
@@ -53,6 +54,7 @@ class ChatWish:
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stops: tuple[str, ...] = ()
+    replay: Replay | None = None
 
 
 def chat_work(served: Served, wish: ChatWish, caller: Caller, default_max_tokens: int) -> Work:
@@ -70,6 +72,7 @@ def chat_work(served: Served, wish: ChatWish, caller: Caller, default_max_tokens
         stops=engine_stops or None,
         grammar=_grammar(served, wish, prompt.in_reasoning),
         images=images,
+        replay=wish.replay,
         tenant=caller.tenant,
         salt=caller.salt,
         deadline_s=caller.deadline_s,
@@ -108,11 +111,21 @@ def with_images(served: Served, prompt: EncodedPrompt) -> tuple[list[int], tuple
     ids: list[int] = []
     images: list[ImageInput] = []
     done = 0
+    read: dict[bytes, ReadImage] = {}
     for number, slot in enumerate(prompt.images):
-        try:
-            image = served.read_image(slot.image)
-        except ValueError as error:
-            raise ApiError("invalid_image", f"image {number}: {error}", param="messages") from error
+        # A file named a thousand times is decoded once, and a prompt that is too long already is not read on.
+        if slot.image not in read:
+            try:
+                read[slot.image] = served.read_image(slot.image)
+            except ValueError as error:
+                raise ApiError("invalid_image", f"image {number}: {error}", param="messages") from error
+        image = read[slot.image]
+        if len(ids) + image.tokens > served.context:
+            raise ApiError(
+                "context_length_exceeded",
+                f"image {number} ends beyond the context of {served.context} tokens; send fewer or smaller pictures",
+                param="messages",
+            )
         ids += prompt.token_ids[done : slot.position]
         images.append(ImageInput(start=len(ids), tokens=image.tokens, content=image.content, embed=image.embed))
         ids += [served.image_token_id] * image.tokens

@@ -12,11 +12,11 @@ from pydantic import Field
 
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
+from kvist.server.pictures import Pictures
 from kvist.server.protocol.parts import (
     Json,
     SampledBody,
     checked_max_tokens,
-    data_url_bytes,
     output_format,
     sampling_params,
     stop_strings,
@@ -35,7 +35,7 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """A data URL; `detail` is accepted and has no effect: the model has one way to see."""
+    """A data URL, or an address where the server fetches; `detail` has no effect: the model has one way to see."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -48,6 +48,21 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
+class UploadedFile(Body):
+    """A picture sent to `/v1/files` before."""
+
+    file_id: str
+    filename: str | None = None
+    file_data: None = None
+
+
+class FilePart(Body):
+    """An uploaded picture."""
+
+    type: Literal["file"]
+    file: UploadedFile
+
+
 class RefusalPart(Body):
     """A refusal of an earlier turn; it is text to this model."""
 
@@ -55,7 +70,7 @@ class RefusalPart(Body):
     refusal: str
 
 
-Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | FilePart | RefusalPart, Field(discriminator="type")]
 
 
 class Function(Body):
@@ -151,7 +166,7 @@ class ChatRequest(SampledBody):
     function_call: None = None
 
 
-def chat_wish(request: ChatRequest, *, thinking: bool, default_temperature: float) -> ChatWish:
+def chat_wish(request: ChatRequest, pictures: Pictures, *, thinking: bool, default_temperature: float) -> ChatWish:
     """What the request asks. Raises ApiError, ValueError."""
     if request.store:
         raise ApiError("not_stored", "store: this server keeps no completions; leave it out", param="store")
@@ -160,7 +175,7 @@ def chat_wish(request: ChatRequest, *, thinking: bool, default_temperature: floa
         request.reasoning_effort, None if request.thinking is None else request.thinking.type == "enabled", thinking
     )
     return ChatWish(
-        messages=tuple(_message(message, at) for at, message in enumerate(request.messages)),
+        messages=tuple(_message(message, pictures, at) for at, message in enumerate(request.messages)),
         tools=tuple(tool_definition(t.function.name, t.function.description, t.function.parameters) for t in tools),
         strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
         choice=_choice(request),
@@ -169,6 +184,7 @@ def chat_wish(request: ChatRequest, *, thinking: bool, default_temperature: floa
         format=output_format(request.response_format),
         max_tokens=checked_max_tokens({"max_completion_tokens": request.max_completion_tokens, "max_tokens": request.max_tokens}),
         stops=stop_strings(request.stop),
+        replay=request.replay,
         sampling=sampling_params(
             default_temperature=default_temperature,
             temperature=request.temperature,
@@ -222,11 +238,11 @@ def _choice(request: ChatRequest) -> ToolChoice:
     return ToolChoice(kind=asked or "auto", parallel=parallel)
 
 
-def _message(message: ChatMessage, at: int) -> Message:
+def _message(message: ChatMessage, pictures: Pictures, at: int) -> Message:
     try:
         return Message(
             role=message.role,
-            content=_content(message, at),
+            content=_content(message, pictures, at),
             reasoning=message.reasoning_content or message.reasoning or "",
             tool_calls=tuple(
                 ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
@@ -238,7 +254,7 @@ def _message(message: ChatMessage, at: int) -> Message:
         raise ApiError("invalid_prompt", f"message {at}: {error}", param=f"messages.{at}") from error
 
 
-def _content(message: ChatMessage, at: int) -> str | tuple[ContentText | ContentImage, ...]:
+def _content(message: ChatMessage, pictures: Pictures, at: int) -> str | tuple[ContentText | ContentImage, ...]:
     if message.content is None or isinstance(message.content, str):
         if message.content is None and not message.tool_calls and message.role != "assistant":
             raise ApiError("invalid_value", f"message {at} has no content", param=f"messages.{at}.content")
@@ -252,5 +268,8 @@ def _content(message: ChatMessage, at: int) -> str | tuple[ContentText | Content
                 blocks.append(ContentText(part.refusal))
             case ImagePart():
                 where = f"messages.{at}.content.{number}.image_url"
-                blocks.append(ContentImage(data_url_bytes(part.image_url.url, where)))
+                blocks.append(ContentImage(pictures.of_url(part.image_url.url, where)))
+            case FilePart():
+                where = f"messages.{at}.content.{number}.file.file_id"
+                blocks.append(ContentImage(pictures.of_file(part.file.file_id, where)))
     return tuple(blocks)

@@ -13,13 +13,12 @@ from pydantic import Field
 
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
+from kvist.server.pictures import Pictures, base64_bytes
 from kvist.server.protocol.chat import thinking_of, tool_definition
 from kvist.server.protocol.parts import (
     FlatFormat,
     Json,
-    base64_bytes,
     checked_max_tokens,
-    data_url_bytes,
     output_format,
     sampling_params,
     stop_strings,
@@ -41,12 +40,13 @@ class TextBlock(Body):
 
 
 class ImageSource(Body):
-    """Base64, or a data URL."""
+    """Base64, a URL, or the id of an uploaded file."""
 
-    type: Literal["base64", "url"]
+    type: Literal["base64", "url", "file"]
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+    file_id: str | None = None
 
 
 class ImageBlock(Body):
@@ -159,7 +159,7 @@ class MessagesRequest(CountRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def messages_wish(request: CountRequest, *, thinking: bool, default_temperature: float) -> ChatWish:
+def messages_wish(request: CountRequest, pictures: Pictures, *, thinking: bool, default_temperature: float) -> ChatWish:
     """What the request asks; a `CountRequest` asks for its prompt only. Raises ApiError, ValueError."""
     tools = request.tools or []
     config = request.output_config or OutputConfig()
@@ -167,7 +167,7 @@ def messages_wish(request: CountRequest, *, thinking: bool, default_temperature:
     thinks, effort = thinking_of(config.effort, asked, thinking)
     full = request if isinstance(request, MessagesRequest) else None
     return ChatWish(
-        messages=_messages(request),
+        messages=_messages(request, pictures),
         tools=tuple(tool_definition(tool.name, tool.description, tool.input_schema) for tool in tools),
         strict=frozenset(tool.name for tool in tools if tool.strict),
         choice=_choice(request.tool_choice),
@@ -198,7 +198,7 @@ def _choice(asked: ToolChoiceParam | None) -> ToolChoice:
     return ToolChoice(kind="none" if asked.type == "none" else "auto", parallel=parallel)
 
 
-def _messages(request: CountRequest) -> tuple[Message, ...]:
+def _messages(request: CountRequest, pictures: Pictures) -> tuple[Message, ...]:
     messages: list[Message] = []
     system = request.system
     if system:
@@ -206,7 +206,7 @@ def _messages(request: CountRequest) -> tuple[Message, ...]:
         messages.append(Message(role="system", content=text))
     for at, message in enumerate(request.messages):
         blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-        messages += _assistant(blocks, at) if message.role == "assistant" else _user(blocks, at)
+        messages += _assistant(blocks, at) if message.role == "assistant" else _user(blocks, pictures, at)
     return tuple(messages)
 
 
@@ -226,20 +226,20 @@ def _assistant(blocks: list[Any], at: int) -> list[Message]:
     return [Message(role="assistant", content="\n\n".join(content), reasoning="".join(reasoning), tool_calls=tuple(calls))]
 
 
-def _user(blocks: list[Any], at: int) -> list[Message]:
+def _user(blocks: list[Any], pictures: Pictures, at: int) -> list[Message]:
     """Results become tool messages, in their place among the user's blocks; the prompt joins them into one turn again."""
     messages: list[Message] = []
     pending: list[ContentText | ContentImage] = []
     for number, block in enumerate(blocks):
         match block:
             case TextBlock() | ImageBlock():
-                pending.append(_block(block, at, number))
+                pending.append(_block(block, pictures, at, number))
             case ToolResultBlock():
                 if pending:
                     messages.append(Message(role="user", content=tuple(pending)))
                     pending = []
                 parts = [] if block.content is None else block.content
-                content = parts if isinstance(parts, str) else tuple(_block(part, at, number) for part in parts)
+                content = parts if isinstance(parts, str) else tuple(_block(part, pictures, at, number) for part in parts)
                 messages.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
             case _:
                 raise _misplaced(block, at, number, "user")
@@ -248,13 +248,15 @@ def _user(blocks: list[Any], at: int) -> list[Message]:
     return messages
 
 
-def _block(block: TextBlock | ImageBlock, at: int, number: int) -> ContentText | ContentImage:
+def _block(block: TextBlock | ImageBlock, pictures: Pictures, at: int, number: int) -> ContentText | ContentImage:
     if isinstance(block, TextBlock):
         return ContentText(block.text)
     where = f"messages.{at}.content.{number}.source"
     source = block.source
     if source.type == "url":
-        return ContentImage(data_url_bytes(source.url or "", where))
+        return ContentImage(pictures.of_url(source.url or "", where))
+    if source.type == "file":
+        return ContentImage(pictures.of_file(source.file_id or "", where))
     return ContentImage(base64_bytes(source.data or "", where))
 
 

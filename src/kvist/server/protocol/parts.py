@@ -1,12 +1,10 @@
-"""Pieces that several APIs' requests share: images by data URL, response formats, sampling with the server's defaults.
+"""Pieces that several APIs' requests share: response formats, sampling with the server's defaults.
 
 Owns their limits and messages. Must not know one API's field names beyond what they share.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -21,25 +19,6 @@ from kvist.server.grammars import OutputFormat
 
 Json = dict[str, Any]
 Bias = dict[str, float]
-
-
-def data_url_bytes(url: str, where: str) -> bytes:
-    """The bytes of `data:image/...;base64,...`. Raises ApiError for any other URL: this server fetches nothing."""
-    head, comma, payload = url.partition(",")
-    if not url.startswith("data:"):
-        scheme = url.partition(":")[0][:20]
-        raise ApiError("invalid_image", f"an image URL of kind {scheme!r} is not fetched; send a data URL", param=where)
-    if not comma or not head.endswith(";base64") or not head.startswith("data:image/"):
-        raise ApiError("invalid_image", f"a data URL must begin with data:image/...;base64, got {head[:60]!r}", param=where)
-    return base64_bytes(payload, where)
-
-
-def base64_bytes(payload: str, where: str) -> bytes:
-    """Bytes from base64, strictly."""
-    try:
-        return base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ApiError("invalid_image", f"the image is not valid base64: {error}", param=where) from error
 
 
 class TextFormat(Body):
@@ -111,7 +90,7 @@ class StreamOptions(Body):
 
 
 class SampledBody(Body):
-    """What both of OpenAI's completion APIs ask in the same words."""
+    """What both of OpenAI's completion APIs ask in the same words. `replay` (ours): as the server's setting, for this request."""
 
     model: str
     stream: bool | None = None
@@ -129,6 +108,7 @@ class SampledBody(Body):
     stop: str | list[str] | None = None
     n: int | None = None
     response_format: ResponseFormat | None = None
+    replay: str | int | None = None
     user: str | None = None
 
 

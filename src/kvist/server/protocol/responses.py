@@ -13,13 +13,13 @@ from pydantic import Field
 
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
+from kvist.server.pictures import Pictures
 from kvist.server.protocol.chat import Thinking, thinking_of, tool_definition
 from kvist.server.protocol.parts import (
     Bias,
     FlatFormat,
     Json,
     checked_max_tokens,
-    data_url_bytes,
     output_format,
     sampling_params,
     stop_strings,
@@ -38,12 +38,12 @@ class InputText(Body):
 
 
 class InputImage(Body):
-    """An image by data URL."""
+    """An image by URL or by the id of an uploaded file, one of the two."""
 
     type: Literal["input_image"]
-    image_url: str
+    image_url: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
-    file_id: None = None
+    file_id: str | None = None
 
 
 class Refusal(Body):
@@ -179,7 +179,7 @@ class ResponseRequest(Body):
     prompt: None = None
 
 
-def response_wish(request: ResponseRequest, *, thinking: bool, default_temperature: float) -> ChatWish:
+def response_wish(request: ResponseRequest, pictures: Pictures, *, thinking: bool, default_temperature: float) -> ChatWish:
     """What the request asks. Raises ApiError, ValueError."""
     _refuse_stored(request)
     tools = request.tools or []
@@ -187,7 +187,7 @@ def response_wish(request: ResponseRequest, *, thinking: bool, default_temperatu
     asked = None if request.thinking is None else request.thinking.type == "enabled"
     thinks, number = thinking_of(effort, asked, thinking)
     return ChatWish(
-        messages=_messages(request),
+        messages=_messages(request, pictures),
         tools=tuple(tool_definition(tool.name, tool.description, tool.parameters) for tool in tools),
         strict=frozenset(tool.name for tool in tools if tool.strict),
         choice=_choice(request),
@@ -245,7 +245,7 @@ class _Turn:
         )
 
 
-def _messages(request: ResponseRequest) -> tuple[Message, ...]:
+def _messages(request: ResponseRequest, pictures: Pictures) -> tuple[Message, ...]:
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return (*messages, Message(role="user", content=request.input))
@@ -253,15 +253,15 @@ def _messages(request: ResponseRequest) -> tuple[Message, ...]:
     for at, item in enumerate(request.input):
         if isinstance(item, ReasoningItem | CallItem) or (isinstance(item, MessageItem) and item.role == "assistant"):
             turn = turn or _Turn()
-            _extend(turn, item, at)
+            _extend(turn, item, pictures, at)
             continue
         if turn is not None:
             messages.append(_made(turn.message, len(messages)))
             turn = None
         if isinstance(item, CallOutputItem):
-            messages.append(Message(role="tool", content=_content(item.output, at), tool_call_id=item.call_id))
+            messages.append(Message(role="tool", content=_content(item.output, pictures, at), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem):
-            messages.append(Message(role=item.role, content=_content(item.content, at)))
+            messages.append(Message(role=item.role, content=_content(item.content, pictures, at)))
     if turn is not None:
         messages.append(_made(turn.message, len(messages)))
     return tuple(messages)
@@ -275,19 +275,19 @@ def _made(make: Any, at: int) -> Message:
     return message
 
 
-def _extend(turn: _Turn, item: ReasoningItem | CallItem | MessageItem, at: int) -> None:
+def _extend(turn: _Turn, item: ReasoningItem | CallItem | MessageItem, pictures: Pictures, at: int) -> None:
     match item:
         case ReasoningItem():
             turn.reasoning += [part.text for part in item.content or ()]
         case CallItem():
             turn.calls.append(ToolCall(name=item.name, arguments=item.arguments, id=item.call_id, namespace=item.namespace))
         case MessageItem():
-            content = _content(item.content, at)
+            content = _content(item.content, pictures, at)
             texts = [content] if isinstance(content, str) else [part.text for part in content if isinstance(part, ContentText)]
             turn.content += texts
 
 
-def _content(content: str | list[Part], at: int) -> str | tuple[ContentText | ContentImage, ...]:
+def _content(content: str | list[Part], pictures: Pictures, at: int) -> str | tuple[ContentText | ContentImage, ...]:
     if isinstance(content, str):
         return content
     blocks: list[ContentText | ContentImage] = []
@@ -298,5 +298,14 @@ def _content(content: str | list[Part], at: int) -> str | tuple[ContentText | Co
             case Refusal():
                 blocks.append(ContentText(part.refusal))
             case InputImage():
-                blocks.append(ContentImage(data_url_bytes(part.image_url, f"input.{at}.content.{number}.image_url")))
+                blocks.append(ContentImage(_picture(part, pictures, f"input.{at}.content.{number}")))
     return tuple(blocks)
+
+
+def _picture(part: InputImage, pictures: Pictures, where: str) -> bytes:
+    if (part.image_url is None) == (part.file_id is None):
+        raise ApiError("invalid_value", f"{where}: send image_url or file_id, one of the two", param=where)
+    if part.file_id is not None:
+        return pictures.of_file(part.file_id, f"{where}.file_id")
+    assert part.image_url is not None
+    return pictures.of_url(part.image_url, f"{where}.image_url")

@@ -31,10 +31,10 @@ async def create(service: Service, request: Request) -> JSONResponse | EventStre
     body = await service.body(request, ChatRequest)
     model = service.require_model(body.model)
     settings = service.settings
-    caller = service.caller(request)
+    caller, pictures = service.caller(request), service.pictures(request)
 
     def make() -> list[Work]:
-        wish = chat_wish(body, thinking=settings.thinking, default_temperature=settings.default_temperature)
+        wish = chat_wish(body, pictures, thinking=settings.thinking, default_temperature=settings.default_temperature)
         return [chat_work(service.served, wish, caller, settings.default_max_tokens)]
 
     works = await service.prepared(make)

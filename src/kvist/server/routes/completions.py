@@ -5,7 +5,6 @@ Owns these APIs' response shapes. Must not know how replies come about.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvist.server.errors import ApiError, refused
+from kvist.server.errors import ApiError
 from kvist.server.event_stream import EventStream, data_line
 from kvist.server.generation import Ended, Piece, Work
+from kvist.server.pictures import Pictures
 from kvist.server.protocol.chat import ChatRequest, chat_wish
 from kvist.server.protocol.completions import CompletionRequest, TokenizeRequest, completion_work, prompt_ids
 from kvist.server.routes.chat import DONE, error_line, usage_shape
@@ -169,15 +169,13 @@ async def tokenize(service: Service, request: Request) -> JSONResponse:
         service.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("invalid_value", "send prompt or messages, one of the two", param="prompt")
-    try:
-        ids = await asyncio.to_thread(_ids, service, body)
-    except ValueError as error:
-        raise refused(error) from error
+    pictures = service.pictures(request)
+    ids = await service.in_thread(lambda: _ids(service, body, pictures))
     tokens = [service.served.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
     return JSONResponse({"count": len(ids), "max_model_len": service.served.context, "tokens": ids, "token_strs": tokens})
 
 
-def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+def _ids(service: Service, body: TokenizeRequest, pictures: Pictures) -> list[int]:
     served, settings = service.served, service.settings
     if body.prompt is not None:
         front = [served.bos_id] if body.add_begin else []
@@ -190,4 +188,4 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
         reasoning_effort=body.reasoning_effort,
         thinking=body.thinking,
     )
-    return count_prompt(served, chat_wish(chat, thinking=settings.thinking, default_temperature=1.0))
+    return count_prompt(served, chat_wish(chat, pictures, thinking=settings.thinking, default_temperature=1.0))

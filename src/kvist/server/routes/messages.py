@@ -5,7 +5,6 @@ Owns this API's response shapes. Must not know how replies come about.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvist.server.errors import refused
 from kvist.server.event_stream import EventStream, named_event
 from kvist.server.generation import Ended, Piece, Work
 from kvist.server.protocol.messages import CountRequest, MessagesRequest, messages_wish
@@ -28,10 +26,10 @@ async def create(service: Service, request: Request) -> JSONResponse | EventStre
     """Answer. Raises ApiError."""
     body = await service.body(request, MessagesRequest)
     model = service.require_model(body.model)
-    settings, caller = service.settings, service.caller(request)
+    settings, caller, pictures = service.settings, service.caller(request), service.pictures(request)
 
     def make() -> list[Work]:
-        wish = messages_wish(body, thinking=settings.thinking, default_temperature=settings.default_temperature)
+        wish = messages_wish(body, pictures, thinking=settings.thinking, default_temperature=settings.default_temperature)
         return [chat_work(service.served, wish, caller, settings.default_max_tokens)]
 
     works = await service.prepared(make)
@@ -46,12 +44,13 @@ async def count(service: Service, request: Request) -> JSONResponse:
     """How many tokens a conversation has as a prompt. Raises ApiError."""
     body = await service.body(request, CountRequest)
     service.require_model(body.model)
-    wish = messages_wish(body, thinking=service.settings.thinking, default_temperature=1.0)
-    try:
-        ids = await asyncio.to_thread(count_prompt, service.served, wish)
-    except ValueError as error:
-        raise refused(error) from error
-    return JSONResponse({"input_tokens": len(ids)})
+    pictures = service.pictures(request)
+
+    def ids() -> list[int]:
+        wish = messages_wish(body, pictures, thinking=service.settings.thinking, default_temperature=1.0)
+        return count_prompt(service.served, wish)
+
+    return JSONResponse({"input_tokens": len(await service.in_thread(ids))})
 
 
 class _Blocks:

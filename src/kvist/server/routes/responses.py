@@ -29,10 +29,10 @@ async def create(service: Service, request: Request) -> JSONResponse | EventStre
     """Answer. Raises ApiError."""
     body = await service.body(request, ResponseRequest)
     model = service.require_model(body.model)
-    settings, caller = service.settings, service.caller(request)
+    settings, caller, pictures = service.settings, service.caller(request), service.pictures(request)
 
     def make() -> list[Work]:
-        wish = response_wish(body, thinking=settings.thinking, default_temperature=settings.default_temperature)
+        wish = response_wish(body, pictures, thinking=settings.thinking, default_temperature=settings.default_temperature)
         return [chat_work(service.served, wish, caller, settings.default_max_tokens)]
 
     works = await service.prepared(make)
