@@ -16,7 +16,8 @@ import anthropic
 import httpx
 import openai
 
-from kvist.engine.request import Event, FinishedEvent, Request, TokenEvent, Usage
+from kvist.engine.progress import Usage
+from kvist.engine.request import Event, FinishedEvent, Request, TokenEvent
 from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.app import create_service
 from kvist.server.main import serve_app

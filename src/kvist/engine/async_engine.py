@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from kvist.engine.engine import Engine
 from kvist.engine.errors import EngineStopped
-from kvist.engine.request import Event, FinishedEvent, Job, Request, Usage
+from kvist.engine.progress import Usage
+from kvist.engine.request import Event, FinishedEvent, Job, Request
 
 
 @dataclass(frozen=True)

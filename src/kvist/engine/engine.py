@@ -181,6 +181,8 @@ class Engine:
         # Not before: a refused request must not carry the number that the next one gets.
         job.id = self._number
         self.scheduler.add(job)
+        assert job.chain is not None
+        job.progress.digests, job.progress.replay_length = job.chain.digests, job.replay_length
         self._number += 1
         self.jobs[job.id] = job
         # Addresses are known from the ids, so what must be fetched can begin before a slot is free.
@@ -317,6 +319,7 @@ class Engine:
         self.metrics.cached_tokens += change.tokens
         if change.job.span is not None:
             self.metrics.replayed_tokens += change.job.span.replayed
+        change.job.progress.started(self.clock())
 
     def _commit(self, pieces: Sequence[Piece], result: StepResult) -> list[Event]:
         """Choose tokens from the wanted rows, move jobs on, publish what is certain."""
@@ -347,6 +350,7 @@ class Engine:
         if top is not None:
             prompt = job.tokens.ids[: job.prompt_length]
             try:
+        job.progress.prefilled(piece.stop - piece.start, piece.decoded, len(job.pages))
                 job.reply.score(piece.start, logits_WV.float().cpu().numpy(), prompt, top)
             except NonFiniteLogits as error:
                 self._end(job, "error", error=error, keep=False)
@@ -397,6 +401,7 @@ class Engine:
             client=job.request.client,
         )
         if reply.reason is not None:
+        job.progress.produced(self.clock(), len(job.pages))
             self._end(job, reply.reason)
         return [event]
 
@@ -461,3 +466,4 @@ class Engine:
 
 def _with_sampling(request: Request, sampling: SamplingParams) -> Request:
     return dataclasses.replace(request, sampling=sampling)
+        job.progress.ended(reason, self.clock())

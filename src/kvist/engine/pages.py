@@ -180,6 +180,17 @@ class Pages:
             key = page_key(digest, self._provenance(job))
             if self._coming.get(key) == job.id:
                 del self._coming[key]
+    def whereabouts(self, digests: Sequence[bytes], replay_length: int) -> dict[str, int]:
+        """How many of these pages each tier holds now, those of bounded replay included. From any thread."""
+        keys = [self._keys(digest, replay_length) for digest in list(digests)]
+        count = {"device": sum(any(self.index.holds(key) for key in both) for both in keys), "host": 0, "disk": 0}
+        if self.tiers is not None:
+            store = self.tiers.store
+            count["host"] = sum(any(self.tiers.in_memory(key) for key in both) for both in keys)
+            kept = store.contains_many([key for both in keys for key in both]) if store is not None else set()
+            count["disk"] = sum(any(key in kept for key in both) for both in keys)
+        return count
+
 
     def allocate(self, count: int) -> list[int]:
         """See `scheduler.PageBook.allocate`."""

@@ -1,6 +1,6 @@
 """A request: what is asked (`Request`), its life inside the engine (`Job`, a state machine) and what comes back (events).
 
-Owns token buffers, states, usage counts. Must not know pages' contents, kernels or text. No torch.
+Owns token buffers and states. Must not know pages' contents, kernels or text. No torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.identity import CONTENT_BYTES, Chain
+from kvist.engine.progress import Progress, Usage
 from kvist.engine.replay import Replay, ReplaySpan
 from kvist.engine.sampling.grammar_text import Grammar
 from kvist.engine.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -54,7 +55,8 @@ class Request:
     tokenizer; None: none). `grammar`: a `Grammar` that the reply must follow. `priority`: higher goes first and may preempt
     lower. `tenant` shares the machine fairly; `salt` keeps its cache apart. `deadline_s`: seconds from arrival. `replay` None:
     the engine's. `speculate` False: never draft. `prompt_logprobs`: score the prompt (all layers run on all its positions), with
-    that many best tokens. `client`: anything, given back. Raises ValueError for values outside their limits.
+    that many best tokens. `client`: anything, given back. `progress`: what the engine writes to as the request goes on. Raises
+    ValueError for values outside their limits.
     """
 
     prompt: Sequence[int] | npt.NDArray[np.int64]
@@ -73,6 +75,7 @@ class Request:
     speculate: bool = True
     prompt_logprobs: int | None = None
     client: Any = None
+    progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
@@ -121,24 +124,6 @@ _LEGAL = {
     State.DECODE: {State.WAITING, State.FINISHED},
     State.FINISHED: set(),
 }
-
-
-@dataclass(kw_only=True)
-class Usage:
-    """Tokens of one request: prompt, found in the cache (by tier), run again, produced, drafted, drafts accepted."""
-
-    prompt_tokens: int = 0
-    cached: dict[str, int] = field(default_factory=dict)
-    replayed_tokens: int = 0
-    completion_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    preemptions: int = 0
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose global rows came from any tier."""
-        return sum(self.cached.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +220,8 @@ class Job:
         self.usage = Usage(prompt_tokens=self.prompt_length)
         self.admitted = 0
         self.chain: Chain | None = None
+        self.progress = request.progress or Progress()
+        self.progress.usage, self.progress.queued_at = self.usage, arrival
         self.offered: list[int] = []
         self.reply: Any = None
 
@@ -259,3 +246,4 @@ class Job:
     def drop_drafts(self) -> None:
         """Forget what was proposed."""
         self.drafts, self.survival, self.draft_probs, self.verify = [], [], None, 0
+        self.progress.state = state.value

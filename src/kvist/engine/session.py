@@ -147,6 +147,25 @@ class Session:
         return self.model.logits(flow)
 
     @_inference
+    def extend(self, sequence: Sequence, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
+        """Append tokens that are known already and run them through all layers, as `decode` would one by one; logits [V]."""
+        if not len(ids):
+            raise ValueError("extend needs at least one token")
+        sequence.ids_T = torch.cat([sequence.ids_T, ids.long()])
+        sequence.text_T = torch.cat([sequence.text_T, torch.ones(len(ids), dtype=torch.bool)])
+        self.check(sequence)
+        begun, total = sequence.computed, len(sequence)
+        while sequence.computed < total:
+            count = min(self.chunk, total - sequence.computed)
+            rows = self._rows([sequence], [count])
+            flow = self.model(rows, self.memory)
+            self._observe(flow, rows)
+            sequence.computed += count
+            if progress is not None:
+                progress(Progress(done=sequence.computed - begun, total=total - begun))
+        return self.model.logits(flow._replace(x_NSD=flow.x_NSD[-1:], pre_NS=flow.pre_NS[-1:]))[0]
+
+    @_inference
     def draft(self, sequences: list[Sequence], first_ids: list[int]) -> Draft:
         """Propose the tokens after `first_ids`, which are taken as accepted at each sequence's next position."""
         if self.model.mtp is None:

@@ -140,12 +140,16 @@ class Engram(nn.Module):
 
     def forward(self, x_NSD: Tensor, ids_NX: Tensor, text_N: Tensor) -> Tensor:
         """Streams [N,S,D] and table rows [N,columns] -> streams with the memory added where the gates open."""
-        if self.reader is None:
-            raise ValueError("this Engram layer has no table reader; attach one before running the model")
         if not len(ids_NX):
             return x_NSD
+        gate_NS, value_N1D = self.gates(x_NSD, ids_NX, text_N)
+        return (x_NSD.float() + gate_NS.unsqueeze(2) * value_N1D.float()).to(x_NSD.dtype)
+
+    def gates(self, x_NSD: Tensor, ids_NX: Tensor, text_N: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each stream opens to the memory, float32 [N,S] in 0..1, and what the memory says [N,1,D]."""
+        if self.reader is None:
+            raise ValueError("this Engram layer has no table reader; attach one before running the model")
         found_NX = self.reader.rows(ids_NX).to(x_NSD.dtype).flatten(1)
         kv_NSD = self.wkv(found_NX).unflatten(1, (self.config.hc_mult + 1, self.config.dim))
         weight_SD = self.q_weight.float() * self.k_weight.float()
-        gate_NS = engram_gate(x_NSD, kv_NSD[:, :-1], weight_SD, text_N, self.config.norm_eps)
-        return (x_NSD.float() + gate_NS.unsqueeze(2) * kv_NSD[:, -1:].float()).to(x_NSD.dtype)
+        return engram_gate(x_NSD, kv_NSD[:, :-1], weight_SD, text_N, self.config.norm_eps), kv_NSD[:, -1:]

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvist.engine.request import FinishedEvent, Request, TokenEvent, Usage
+from kvist.engine.progress import Usage
+from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.server.errors import ApiError, failed, refused
 from kvist.server.reply_stream import ReplyStream
 from kvist.server.served import Served
