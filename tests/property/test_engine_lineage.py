@@ -148,11 +148,11 @@ class Life:
         while arriving and rng.random() < (0.7 if busy < 2 else 0.1):
             self.witness.add(self.request())
             busy += 1
-        running = list(engine.scheduler.running.values())
         if self.witness.outcomes and rng.random() < 0.04:
             number = rng.choice(list(self.witness.outcomes))
             self.cancelled.add(number)
             engine.abort(number)
+        running = list(engine.scheduler.running.values())
         if running and rng.random() < 0.06:
             engine.scheduler.preempt(rng.choice(running))
         if running and rng.random() < 0.015:
