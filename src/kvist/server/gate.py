@@ -24,6 +24,7 @@ from kvist.server.admission import Admission
 from kvist.server.errors import ApiError
 from kvist.server.figures import Figures
 from kvist.server.logs import note
+from kvist.server.page import is_page
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/live", "/health")
@@ -138,7 +139,7 @@ class Gate:
     async def _through(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         self._names.check(headers)
         path = scope["path"]
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and not is_page(path):
             scope["state"]["tenant"] = self._keys.tenant(headers)
         with ExitStack() as held:
             if path in self._places and scope["method"] == "POST":

@@ -6,6 +6,7 @@ Owns the life of the process. `launch` comes from the engine's side, which loads
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 from collections.abc import Callable
@@ -145,9 +146,19 @@ def served_model(launched: Launched) -> Served:
         bos_id=model.config.bos_token_id,
         eos_id=model.config.eos_token_id,
         created=launched.created,
+        base=is_base(launched.folder),
         fingerprint=f"fp_{launched.fingerprint.hex()[:16]}",
         image_token_id=model.config.image_token_id,
         read_image=image_reader(model),
         collectors=(collector(engine.metrics, lambda: gauges(engine)),),
         stopped=stopped,
     )
+
+
+def is_base(folder: Path) -> bool:
+    """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""
+    about = folder / "kvist.json"
+    facts = json.loads(about.read_text()) if about.is_file() else {}
+    if not isinstance(facts, dict) or not isinstance(facts.get("base", False), bool):
+        raise ValueError(f'{about} must hold an object whose "base" is true or false; mend or remove it')
+    return bool(facts.get("base", False))

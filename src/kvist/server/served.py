@@ -48,8 +48,8 @@ class ReadImage(Protocol):
 class Served:
     """A model that is served.
 
-    `context`: most tokens of prompt and reply together. `read_image` None: a model without vision. `collectors`: objects
-    for a Prometheus registry. `stopped`: why the engine serves no more, None while it does.
+    `context`: most tokens of prompt and reply together. `base`: it was not tuned to chat. `read_image` None: a model without
+    vision. `collectors`: objects for a Prometheus registry. `stopped`: why the engine serves no more, None while it does.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Served:
     eos_id: int
     created: int
     fingerprint: str = ""
+    base: bool = False
     image_token_id: int | None = None
     read_image: Callable[[bytes], ReadImage] | None = None
     collectors: tuple[Any, ...] = ()
