@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ from kvist.server.admission import Admission
 from kvist.server.body import Body, ClientDisconnect, read_body, wait_disconnect
 from kvist.server.errors import ApiError, refused
 from kvist.server.event_stream import EventStream, started
+from kvist.server.fetch import WebPictures
 from kvist.server.figures import Figures
 from kvist.server.files import FileShelf
 from kvist.server.generation import Ended, Generation, Piece, Work
@@ -86,6 +88,13 @@ class Service:
             memory_bytes=settings.files_memory,
             keep_s=settings.file_keep_s,
         )
+        self._web: WebPictures | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        if settings.image_hosts:
+            hosts = frozenset(host.lower() for host in settings.image_hosts)
+            self._web = WebPictures(hosts=hosts, max_bytes=settings.max_file_bytes, timeout_s=settings.image_timeout_s)
+            # A thread for each request that runs: slow hosts must not keep others from being tokenised.
+            self._workers = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="kvist-prepare")
         self.names = (settings.model_name or served.name, *settings.model_aliases)
 
     async def body(self, request: Request, schema: type[B]) -> B:
@@ -117,14 +126,15 @@ class Service:
     async def in_thread(self, make: Callable[[], T]) -> T:
         """What takes long and belongs to a request: done beside the event loop. Raises ApiError."""
         try:
-            return await asyncio.to_thread(make)
+            return await asyncio.get_running_loop().run_in_executor(self._workers, make)
         except ValueError as error:
             raise refused(error) from error
 
     def pictures(self, request: Request) -> Pictures:
         """Where this caller's pictures may come from."""
         tenant: str = request.state.tenant
-        return Pictures(stored=lambda number, where: self.files.get(tenant, number, param=where).data)
+        fetch = None if self._web is None else self._web.fetch
+        return Pictures(stored=lambda number, where: self.files.get(tenant, number, param=where).data, fetch=fetch)
 
     async def run(self, works: Sequence[Work], request: Request) -> AsyncIterator[Piece | Ended]:
         """Pieces and ends of all replies. Raises ApiError. Figures, quotas and the log line learn of it."""

@@ -40,6 +40,10 @@ class ServerSettings(BaseSettings):
     max_files: int = Field(64, ge=0, description="uploaded files that a key may hold; 0: none")
     files_memory: int = Field(128 << 20, ge=0, description="bytes of memory for a key's uploaded files")
     file_keep_s: int = Field(3600, ge=1, description="seconds that an uploaded file is kept")
+    image_hosts: list[str] = Field(
+        default_factory=list, description="hosts whose pictures are fetched by URL; * any public one; none: nothing is fetched"
+    )
+    image_timeout_s: float = Field(10, gt=0, description="seconds that fetching a picture may take")
     head_timeout_s: float = Field(10, gt=0, description="seconds that a request's line and headers may take to arrive")
     body_timeout_s: float = Field(30, gt=0, description="seconds that a body may take to arrive")
     max_concurrency: int = Field(64, ge=1, description="requests at a time; more get 429")
