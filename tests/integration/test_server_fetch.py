@@ -228,7 +228,7 @@ def test_through_the_server() -> None:
                 json={
                     "model": "nano",
                     "max_tokens": 5,
-                    "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+                    "messages": [{"role": "user", "content": [block]}],
                 },
             )
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
