@@ -88,6 +88,16 @@ class PageRows:
         if self.table_device is not self.table:
             self.table_device[slot] = self.table[slot].to(self.table_device.device)
 
+    def exchange(self, slot: int, number: int, page: int) -> None:
+        """Make `page` the slot's page `number`. Raises ValueError for a page that the pool or the slot does not have."""
+        if not 0 <= page < len(self.bytes_PB):
+            raise ValueError(f"page {page} is outside the pool of {len(self.bytes_PB)} pages")
+        if not 0 <= number < self.held[slot]:
+            raise ValueError(f"slot {slot} has {self.held[slot]} pages; there is no page {number} to exchange")
+        self.table[slot, number] = page
+        if self.table_device is not self.table:
+            self.table_device[slot, number] = page
+
     def require(self, slot: int, tokens: int) -> None:
         """Raise ValueError unless the slot's pages hold `tokens` tokens."""
         room = self.held[slot] * self.layout.page_tokens

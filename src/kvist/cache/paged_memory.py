@@ -120,6 +120,11 @@ class PagedMemory:
         self._check_open(slot)
         self.rows.add_pages(slot, pages)
 
+    def exchange(self, slot: int, number: int, page: int) -> None:
+        """Let an open request read its page `number` from another one, which holds the same tokens' rows."""
+        self._check_open(slot)
+        self.rows.exchange(slot, number, page)
+
     def close(self, slot: int) -> None:
         """End a request; its pages are the pool's affair."""
         self.rows.set_pages(slot, ())

@@ -224,6 +224,13 @@ class PrefixIndex:
             if self.pool.kept(page) and not self.pool.children(page):
                 self._remove(page)
 
+    def forget(self, key: bytes) -> bool:
+        """Forget the page under a key unless others hang on it, whoever owns it; whether no page is found under the key now."""
+        page = self._table.find(key)
+        if page is not None and not self.pool.children(page):
+            self._remove(page)
+        return not self.holds(key)
+
     def pin(self, query: PrefixQuery) -> Pin:
         """Hold the pages in memory that match, so that they are never evicted (they count as owned)."""
         found = self._find(query._replace(tiers=False))

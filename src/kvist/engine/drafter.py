@@ -38,6 +38,24 @@ class Drafter(Protocol):
         ...
 
 
+def proposals(drafter: Drafter, jobs: Sequence[Job], vocabulary: int) -> list[Proposal]:
+    """What a drafter proposes, looked at before it may reach a batch, where a wrong id would end everybody's step.
+
+    Raises what the drafter raises, and ValueError for what is no proposal: not one a job, an id outside the vocabulary, or a
+    draft without survival or without the distribution it was drawn from.
+    """
+    made = list(drafter(jobs))
+    if len(made) != len(jobs):
+        raise ValueError(f"the drafter made {len(made)} proposals for {len(jobs)} requests; it must make one each")
+    for tokens, survival, probs in made:
+        if len(survival) != len(tokens) or (probs is not None and len(probs) != len(tokens)):
+            drawn = "none" if probs is None else len(probs)
+            raise ValueError(f"{len(tokens)} drafts came with {len(survival)} survivals and {drawn} distributions; one a draft")
+        if bad := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ValueError(f"the drafter proposed token id {bad[0]}; the vocabulary is 0..{vocabulary - 1}")
+    return made
+
+
 class BlockDrafter:
     """The model's own draft blocks. `draw`: drafts are drawn with noise of their own, and their distributions kept, for the
     rejection rule; else they are chosen with the target's noise."""

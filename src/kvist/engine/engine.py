@@ -7,6 +7,7 @@ own business only: scheduler, pages, runner, sampler, speculation. Must not know
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from kvist.cache.record import Buffer
 from kvist.cache.tiers import Tiers
 from kvist.engine.acceptance import Wanted, choices
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
-from kvist.engine.drafter import BlockDrafter, Drafter
+from kvist.engine.drafter import BlockDrafter, Drafter, proposals
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
 from kvist.engine.metrics import Metrics
 from kvist.engine.pages import Pages
@@ -38,6 +39,8 @@ from kvist.engine.speculation import AdaptivePolicy, FixedPolicy, VerifyPolicy
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.text.tokenizer import Tokenizer
+
+LOG = logging.getLogger(__name__)
 
 
 def numerics_name(numerics: Numerics) -> str:
@@ -178,11 +181,11 @@ class Engine:
         """Queue a prepared request; its number. Raises QueueFull."""
         self.scheduler.require_room()
         self.pages.enter(job)
+        assert job.chain is not None
+        job.progress.digests, job.progress.replay_length = job.chain.digests, job.replay_length
         # Not before: a refused request must not carry the number that the next one gets.
         job.id = self._number
         self.scheduler.add(job)
-        assert job.chain is not None
-        job.progress.digests, job.progress.replay_length = job.chain.digests, job.replay_length
         self._number += 1
         self.jobs[job.id] = job
         # Addresses are known from the ids, so what must be fetched can begin before a slot is free.
@@ -314,12 +317,12 @@ class Engine:
     def _open(self, change: Opened) -> None:
         if change.copy is not None:
             self.memory.copy_page(*change.copy)
-            self.pages.release([change.copy[0]])
+            self.pages.copied(change.job, change.copy[0])
         self.memory.open(change.slot, change.pages, change.tokens)
+        change.job.progress.started(self.clock())
         self.metrics.cached_tokens += change.tokens
         if change.job.span is not None:
             self.metrics.replayed_tokens += change.job.span.replayed
-        change.job.progress.started(self.clock())
 
     def _commit(self, pieces: Sequence[Piece], result: StepResult) -> list[Event]:
         """Choose tokens from the wanted rows, move jobs on, publish what is certain."""
@@ -347,16 +350,24 @@ class Engine:
         job, top = piece.job, piece.job.request.prompt_logprobs
         self.scheduler.computed(piece)
         self.metrics.prefill_rows += piece.stop - piece.start
+        job.progress.prefilled(piece.stop - piece.start, piece.decoded, len(job.pages))
         if top is not None:
             prompt = job.tokens.ids[: job.prompt_length]
             try:
-        job.progress.prefilled(piece.stop - piece.start, piece.decoded, len(job.pages))
                 job.reply.score(piece.start, logits_WV.float().cpu().numpy(), prompt, top)
             except NonFiniteLogits as error:
                 self._end(job, "error", error=error, keep=False)
                 return False
-        self.pages.advance(job)
+        self._advance(job)
         return len(logits_WV) > 0 and piece.stop == len(job)
+
+    def _advance(self, job: Job) -> None:
+        """Publish what became certain; where another request was first, read its page from now on."""
+        adopted = self.pages.advance(job)
+        for number, page in adopted:
+            assert job.slot is not None
+            self.memory.exchange(job.slot, number, page)
+        self.metrics.adopted_pages += len(adopted)
 
     def _accept(self, piece: Piece, choices: Sequence[Choice]) -> list[Event]:
         """Take the chosen tokens as long as each draft before them was chosen too; the event of what is new."""
@@ -387,9 +398,10 @@ class Engine:
         if error is not None:
             self._end(job, "error", error=error, keep=False)
             return []
-        self.pages.advance(job)
+        self._advance(job)
         job.usage.completion_tokens += len(tokens)
         self.metrics.generated_tokens += len(tokens)
+        job.progress.produced(self.clock(), len(job.pages))
         if reply.reason is not None:
             text.append(reply.finish())
         wants = job.request.sampling.logprobs is not None
@@ -401,7 +413,6 @@ class Engine:
             client=job.request.client,
         )
         if reply.reason is not None:
-        job.progress.produced(self.clock(), len(job.pages))
             self._end(job, reply.reason)
         return [event]
 
@@ -428,7 +439,14 @@ class Engine:
         if not able or not self.policy.wants_drafts(len(able)):
             return
         began = time.perf_counter()
-        for job, proposal in zip(able, self.drafter(able), strict=True):
+        try:
+            made = proposals(self.drafter, able, self.model.config.vocab_size)
+        except Exception as error:  # drafts only save time: this step's are given up, counted and said once
+            self.metrics.draft_failures += 1
+            if self.metrics.draft_failures == 1:
+                LOG.error("drafting failed; requests go on without drafts (more failures are only counted)", exc_info=error)
+            return
+        for job, proposal in zip(able, made, strict=True):
             job.drafts, job.survival, job.draft_probs = proposal.tokens, proposal.survival, proposal.probs
         self.policy.saw_drafting(len(able), time.perf_counter() - began)
 
@@ -449,6 +467,7 @@ class Engine:
 
     def _finished(self, job: Job, reason: str, *, error: Exception | None = None) -> None:
         del self.jobs[job.id]
+        job.progress.ended(reason, self.clock())
         self.metrics.ended[reason] = self.metrics.ended.get(reason, 0) + 1
         scores = None if job.request.prompt_logprobs is None else tuple(job.reply.prompt_logprobs)
         self._ended.append(
@@ -466,4 +485,3 @@ class Engine:
 
 def _with_sampling(request: Request, sampling: SamplingParams) -> Request:
     return dataclasses.replace(request, sampling=sampling)
-        job.progress.ended(reason, self.clock())

@@ -26,6 +26,8 @@ class Metrics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    draft_failures: int = 0
+    adopted_pages: int = 0
 
     def counters(self) -> dict[str, float]:
         """Name -> total."""

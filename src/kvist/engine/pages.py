@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, page_key, root
 from kvist.cache.pool import PagePool
-from kvist.cache.prefix import LowerPage, PrefixIndex, PrefixQuery
+from kvist.cache.prefix import PrefixIndex, PrefixQuery
 from kvist.cache.record import Buffer, Page
 from kvist.cache.tiers import Tiers
 from kvist.config import LayerPlan
@@ -128,8 +128,7 @@ class Pages:
         if found.lower and found.reach > found.tokens:
             if found.partial is not None:
                 self.pool.release([found.partial[0]])
-            exact = self._restore(job, found.lower, whole, tiers) and exact
-            return Hit(whole, None, len(whole) * size, exact, tiers)
+            return Hit(whole, None, len(whole) * size, exact, tiers, found.lower)
         if found.partial is None:
             return Hit(whole, None, len(whole) * size, exact, tiers)
         page, tokens = found.partial
@@ -140,12 +139,12 @@ class Pages:
         tiers["device"] += tokens
         return Hit(whole, page, len(whole) * size + tokens, exact, tiers)
 
-    def _restore(self, job: Job, lower: Sequence[LowerPage], whole: list[int], tiers: dict[str, int]) -> bool:
-        """Bring whole pages back in order until one fails; True if all of them are exact."""
+    def restore(self, job: Job, hit: Hit) -> Hit:
+        """See `scheduler.PageBook.restore`. Whole pages in order until one fails."""
         assert job.chain is not None and self.tiers is not None and self.content is not None
-        exact = True
-        for entry in lower:
-            if entry.tokens < self.page_tokens or not self.available:
+        whole, tiers, exact = list(hit.pages), dict(hit.tiers), hit.exact
+        for entry in hit.lower:
+            if entry.tokens < self.page_tokens:
                 break
             payload = self.tiers.get(entry.key)
             if payload is None:
@@ -156,7 +155,7 @@ class Pages:
             whole.append(page)
             tiers[entry.tier] = tiers.get(entry.tier, 0) + self.page_tokens
             exact = exact and entry.provenance == EXACT
-        return exact
+        return Hit(whole, None, len(whole) * self.page_tokens, exact, tiers)
 
     def awaits(self, job: Job) -> bool:
         """See `scheduler.PageBook.awaits`."""
@@ -180,6 +179,7 @@ class Pages:
             key = page_key(digest, self._provenance(job))
             if self._coming.get(key) == job.id:
                 del self._coming[key]
+
     def whereabouts(self, digests: Sequence[bytes], replay_length: int) -> dict[str, int]:
         """How many of these pages each tier holds now, those of bounded replay included. From any thread."""
         keys = [self._keys(digest, replay_length) for digest in list(digests)]
@@ -191,7 +191,6 @@ class Pages:
             count["disk"] = sum(any(key in kept for key in both) for both in keys)
         return count
 
-
     def allocate(self, count: int) -> list[int]:
         """See `scheduler.PageBook.allocate`."""
         return self.pool.allocate(count)
@@ -200,38 +199,65 @@ class Pages:
         """See `scheduler.PageBook.release`."""
         self.pool.release(list(pages))
 
-    def advance(self, job: Job) -> None:
-        """Put newly computed tokens into the chain and offer pages that became full (their rows are finite and final)."""
+    def advance(self, job: Job) -> list[tuple[int, int]]:
+        """Put newly computed tokens into the chain and offer pages that became full (their rows are finite and final).
+
+        Returns (number, page) of pages that the job reads from another request from now on, see `_adopt`.
+        """
         assert job.chain is not None
         if job.computed > job.chain.tokens:
             job.chain.extend(job.tokens.ids[job.chain.tokens : job.computed])
-        full = job.computed // self.page_tokens
-        if full > job.published:
-            provenance = self._provenance(job)
-            fresh = job.pages[job.published : full]
-            holders = self.index.publish(job.chain, job.published, fresh, provenance)
-            if len(holders) < len(fresh):
-                # A page before was offered by another job and has been evicted since: offer all of them again.
-                holders = self.index.publish(job.chain, 0, job.pages[:full], provenance)[job.published :]
-            self._offer(job, provenance, [page for page, holder in zip(fresh, holders, strict=False) if page == holder])
-            self._arrived(job, job.chain.digests[job.published : full])
-            job.offered += fresh
-            job.published = full
+        first, full = job.published, job.computed // self.page_tokens
+        if full <= first:
+            return []
+        provenance = self._provenance(job)
+        holders = self.index.publish(job.chain, first, job.pages[first:full], provenance)
+        if len(holders) < full - first:
+            # A page before was offered by another job and has been evicted since: offer all of them again.
+            first, holders = 0, self.index.publish(job.chain, 0, job.pages[:full], provenance)
+        others = {number: page for number, page in enumerate(holders, first) if page != job.pages[number]}
+        ours = [number for number in range(job.published, full) if number not in others]
+        self._offer(job, provenance, ours)
+        self._arrived(job, job.chain.digests[job.published : full])
+        job.offered.update(ours)
+        job.published = full
+        return self._adopt(job, others) if provenance == EXACT else []
 
-    def _offer(self, job: Job, provenance: int, pages: Sequence[int]) -> None:
+    def _adopt(self, job: Job, others: dict[int, int]) -> list[tuple[int, int]]:
+        """Go on with pages that others published first under the same identity, and give the job's own back.
+
+        Exact pages only. Two exact pages of one identity hold what a cold run gives: the same bits in `deterministic` mode,
+        elsewhere bits that differ as they do between any two batches, and a hit would take either. Of bounded pages that is
+        not so: their rows depend on where the hit before them ended, which their identity does not say. A reply that was
+        begun on its own rows would go on with others, and bounded replay's meaning (rows stay as they were first computed)
+        would be lost; such a duplicate is kept by its request until that ends, and then freed.
+        """
+        for number, page in others.items():
+            self.pool.retain([page])
+            self.pool.release([job.pages[number]])
+            job.pages[number] = page
+        job.adopted.update(others)
+        return list(others.items())
+
+    def _offer(self, job: Job, provenance: int, numbers: Sequence[int]) -> None:
         """Hand newly published pages to the lower tiers."""
         if self.tiers is None or self.content is None:
             return
         assert job.chain is not None
-        for page in pages:
-            digest, parent = job.chain.identity(job.pages.index(page))
-            self.tiers.offer(Page(page_key(digest, provenance), self.content.read(page), self.page_tokens, provenance, parent))
+        for number in numbers:
+            (digest, parent), payload = job.chain.identity(number), self.content.read(job.pages[number])
+            self.tiers.offer(Page(page_key(digest, provenance), payload, self.page_tokens, provenance, parent))
+
+    def copied(self, job: Job, page: int) -> None:
+        """The bytes of a held page are copied for the job, which goes on inside it: its hold ends, its name is noted."""
+        job.copied = self.index.key_of(page)
+        self.pool.release([page])
 
     def leave(self, job: Job, *, keep: bool) -> None:
         """The job is about to give its pages up: with `keep`, offer the page that is not full too, for the tokens it has."""
         assert job.chain is not None
         self._arrived(job, job.chain.digests[job.published :])
-        job.offered = []
+        job.offered, job.adopted, job.copied = set(), set(), None
         if not keep:
             return
         if not job.pages or job.computed != job.chain.tokens or not job.computed % self.page_tokens:
@@ -241,21 +267,26 @@ class Pages:
 
     def withdraw(self, job: Job) -> None:
         """Forget what the job has published since it was admitted: its numbers went wrong."""
-        self.index.withdraw(job.offered)
-        job.offered = []
+        self.index.withdraw([job.pages[number] for number in sorted(job.offered)])
+        job.offered = set()
 
     def distrust(self, job: Job) -> None:
         """The numbers behind the job's hit went wrong, perhaps because of it: whoever comes next computes those pages again.
 
-        Pages behind which others have published stay: their numbers were right.
+        That is every page whose rows came from others: whole pages of the hit, the page whose first tokens were copied behind
+        them, and pages adopted since. Pages behind which others have published stay: their numbers were right.
         """
         if job.span is None or job.chain is None:
             return
-        hit = job.pages[: job.span.hit // self.page_tokens]
-        self.index.withdraw(hit)
+        numbers = sorted({*range(job.span.hit // self.page_tokens), *job.adopted})
+        doubtful = []
+        if job.copied is not None and self.index.forget(job.copied):  # first, as it may hang on the last whole page
+            doubtful.append(job.copied)
+        self.index.withdraw([job.pages[number] for number in numbers])
         if self.tiers is not None:
-            gone = [number for number, page in enumerate(hit) if not self.pool.kept(page)]
-            self.tiers.drop([key for number in gone for key in self._keys(job.chain.digests[number], job.replay_length)])
+            gone = [number for number in numbers if not self.pool.kept(job.pages[number])]
+            doubtful += [key for number in gone for key in self._keys(job.chain.digests[number], job.replay_length)]
+            self.tiers.drop(doubtful)
 
     def _provenance(self, job: Job) -> int:
         return EXACT if job.exact_rows else job.replay_length

@@ -196,7 +196,9 @@ class Job:
     """A request inside the engine. The scheduler moves its state, slot and pages; the engine its tokens and drafts.
 
     `computed`: positions whose rows exist for this job (the next piece starts here). `known`: positions whose tokens are
-    final and computed, all finite. `published`: leading pages that the prefix index has been offered.
+    final and computed, all finite. `published`: leading pages that the prefix index has been offered. `offered`: numbers of
+    pages that others can find because of this job; `adopted`: of pages that were exchanged for another's; `copied`: key of the
+    page that the part of a page at the hit's end was copied from.
     """
 
     def __init__(self, number: int, request: Request, arrival: float) -> None:
@@ -218,11 +220,13 @@ class Job:
         self.draft_probs: list[Any] | None = None
         self.verify = 0
         self.usage = Usage(prompt_tokens=self.prompt_length)
-        self.admitted = 0
-        self.chain: Chain | None = None
         self.progress = request.progress or Progress()
         self.progress.usage, self.progress.queued_at = self.usage, arrival
-        self.offered: list[int] = []
+        self.admitted = 0
+        self.chain: Chain | None = None
+        self.offered: set[int] = set()
+        self.adopted: set[int] = set()
+        self.copied: bytes | None = None
         self.reply: Any = None
 
     def __len__(self) -> int:
@@ -242,8 +246,8 @@ class Job:
         """Change state; only the transitions of the state machine exist."""
         assert state in _LEGAL[self.state], f"job {self.id}: {self.state.value} -> {state.value}"
         self.state = state
+        self.progress.state = state.value
 
     def drop_drafts(self) -> None:
         """Forget what was proposed."""
         self.drafts, self.survival, self.draft_probs, self.verify = [], [], None, 0
-        self.progress.state = state.value

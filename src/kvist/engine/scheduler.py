@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from kvist.cache.prefix import LowerPage
 from kvist.config import LayerPlan
 from kvist.engine.errors import DeadlineExceeded, QueueFull
 from kvist.engine.replay import Replay, replay_span
@@ -26,7 +27,8 @@ from kvist.engine.request import Job, State
 class Hit(NamedTuple):
     """What the cache has of a job's tokens: whole pages (held for the caller), the page whose first tokens match, tokens in all.
 
-    `tokens` is a multiple of the alignment. `exact`: all rows have the bits of a cold run. `tiers`: tokens by origin.
+    `tokens` is a multiple of the alignment. `exact`: all rows have the bits of a cold run. `tiers`: tokens by origin. `lower`:
+    whole pages that would follow and that `PageBook.restore` brings back; none of the other fields count them.
     """
 
     pages: list[int]
@@ -34,6 +36,7 @@ class Hit(NamedTuple):
     tokens: int
     exact: bool
     tiers: dict[str, int]
+    lower: Sequence[LowerPage] = ()
 
 
 class PageBook(Protocol):
@@ -52,7 +55,11 @@ class PageBook(Protocol):
         ...
 
     def lookup(self, job: Job) -> Hit:
-        """The longest usable prefix of the job's tokens; its pages are held until `release`."""
+        """The longest usable prefix of the job's tokens; its pages are held until `release`. Nothing is moved or evicted."""
+        ...
+
+    def restore(self, job: Job, hit: Hit) -> Hit:
+        """The hit with its `lower` pages brought back, as far as they can be had; the caller knows that the job fits."""
         ...
 
     def allocate(self, count: int) -> list[int]:
@@ -429,6 +436,10 @@ class Scheduler:
         if need + spare > self.book.available:
             self.book.release(hit.pages)
             return False
+        if hit.lower:
+            # Not before: bringing pages back may cost others their cached ones, in vain if the job did not fit.
+            hit = self.book.restore(job, hit)
+            need = -(-len(job) // size) - len(hit.pages)
         fresh = self.book.allocate(need)
         self.queue.remove(job)
         job.slot = self.slots.pop()
