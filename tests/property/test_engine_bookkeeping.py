@@ -19,6 +19,7 @@ import pytest
 
 from kvist.cache.page_file import FILE_NAME, HEAD_BYTES
 from kvist.cache.page_index import FILE_NAME as INDEX_NAME
+from kvist.cache.record import HEADER_BYTES
 from kvist.cache.store import PageStore
 from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
@@ -120,6 +121,10 @@ class Trace:
                 self.damage()
         return self.seen
 
+    def place(self) -> int:
+        """A byte of a record that means something: of its header, its marks or its notes."""
+        return self.rng.randrange(HEADER_BYTES + NOTES + self.size * NOTE.itemsize)
+
     def damage(self) -> None:
         """Bytes of the closed store change: bits, exchanged pages, a cut page file, a cut or missing index."""
         kind = self.rng.choice(("bits", "bits", "exchanged", "cut", "cut index", "no index"))
@@ -129,7 +134,7 @@ class Trace:
         count = (len(data) - HEAD_BYTES) // slot
         if kind == "bits":
             for _ in range(min(4, count)):
-                data[HEAD_BYTES + self.rng.randrange(count * slot)] ^= 1 << self.rng.randrange(8)
+                data[HEAD_BYTES + self.rng.randrange(count) * slot + self.place()] ^= 1 << self.rng.randrange(8)
         elif kind == "exchanged" and count > 1:
             a, b = (HEAD_BYTES + number * slot for number in self.rng.sample(range(count), 2))
             data[a : a + slot], data[b : b + slot] = data[b : b + slot], data[a : a + slot]
@@ -152,7 +157,7 @@ class Life:
         self.now = 0.0
         self.files = FaultyFiles()
         page_bytes = PageLayout.of(MODEL.config, size).page_bytes
-        store = PageStore.open(
+        self.store = PageStore.open(
             trace.folder,
             model=store_model(MODEL.numerics, FINGERPRINT, size),
             page_bytes=page_bytes,
@@ -162,7 +167,7 @@ class Life:
         )
         self.tiers = Tiers(
             host_bytes=rng.choice((0, 0, 40, 400)) * page_bytes,
-            store=store,
+            store=self.store,
             queue_bytes=rng.choice((4, 1000)) * page_bytes,
         )
         config = EngineConfig(
@@ -251,8 +256,9 @@ class Life:
             self.files.write_errors = 1
         if rng.random() < 0.01:
             self.files.room = rng.choice((0, 5000, None, None))
-        if rng.random() < 0.02 and (size := os.fstat(self.fd).st_size) > HEAD_BYTES:
-            at = rng.randrange(HEAD_BYTES, size)
+        slot = self.store.geometry.slot_bytes
+        if rng.random() < 0.04 and (count := (os.fstat(self.fd).st_size - HEAD_BYTES) // slot):
+            at = HEAD_BYTES + rng.randrange(count) * slot + self.trace.place()
             os.pwrite(self.fd, bytes([os.pread(self.fd, 1, at)[0] ^ 1 << rng.randrange(8)]), at)
             self.trace.seen["flipped"] += 1
 
@@ -310,8 +316,7 @@ class Life:
 
     def shut(self) -> None:
         """End in peace, or with pages given up."""
-        store = self.tiers.store
-        assert store is not None
+        store = self.store
         self.tiers.close(self.rng.choice((30.0, 30.0, 0.0)))
         os.close(self.fd)
         counters = self.tiers.counters
