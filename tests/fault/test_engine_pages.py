@@ -152,7 +152,8 @@ def test_a_page_hit_in_part_is_doubted_as_whole_pages_are(shared: int, more: int
     first = PROMPT[: shared + more]
     end_of(fake, ask(first, 1))
     assert cached(fake, first) == len(first)
-    failing = fake.engine.add(ask([*PROMPT[:shared], 200, 201, 202], 5))
+    # Where the other one had ended inside a page, fail before that page is full: a full one would stand in its place.
+    failing = fake.engine.add(ask([*PROMPT[:shared], *([200, 201, 202] if more else [200])], 5))
     fake.poison.add(failing)
     ends = [event for _ in range(4) for event in fake.engine.step() if isinstance(event, FinishedEvent)]
     assert isinstance(ends[0].error, NonFiniteLogits)
