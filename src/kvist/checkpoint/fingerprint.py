@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, Entry, open_checkpoint
 from kvist.config_json import load_config
+from kvist.text.tokenizer import read_tokenizer_file
 
 END_BYTES = 64 << 10
 """Bytes read from either end of a tensor; one that is not longer than both is read whole."""
@@ -26,7 +27,7 @@ def fingerprint(folder: str | Path) -> bytes:
     """Digest (32 bytes) of the model in a folder: its configuration, tokenizer, and every tensor's header and ends.
 
     Which shard holds a tensor and how config.json is written do not enter: the same model in other files is the same.
-    Raises `ConfigError` or `CheckpointMismatch`.
+    Raises `ConfigError`, `CheckpointMismatch` or `TokenizerError`.
     """
     folder = Path(folder)
     config = dataclasses.asdict(load_config(folder))
@@ -35,7 +36,7 @@ def fingerprint(folder: str | Path) -> bytes:
     _add(hasher, json.dumps(config, sort_keys=True).encode())
     # Engram's token classes come from the tokenizer, and with them the rows that enter the cache.
     tokenizer = folder / "tokenizer.json"
-    _add(hasher, tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    _add(hasher, read_tokenizer_file(tokenizer) if tokenizer.is_file() else b"")
     with _opened(checkpoint) as handles:
         for name, entry in sorted(checkpoint.entries.items()):
             _add(hasher, f"{name} {entry.dtype} {list(entry.shape)}".encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 32 << 20
+"""Three times what all 96,085 tensors of the release need: a header is parsed whole, so it must not be any size."""
+MAX_NAME = 512
+MAX_AXES = 16
 MAX_INDEX_BYTES = 256 << 20
 ITEM_BYTES = {
     "BOOL": 1,
@@ -37,6 +41,9 @@ ITEM_BYTES = {
     "F64": 8,
 }
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+
+_SHORT = reprlib.Repr()  # what a header says goes into messages, but not megabytes of it
+_SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = MAX_AXES, 200, 200
 
 
 class CheckpointMismatch(ValueError):
@@ -96,12 +103,14 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             repeated = sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-            raise CheckpointMismatch(f"{file}: {', '.join(map(repr, repeated))} appears twice")
+            raise CheckpointMismatch(f"{file}: {', '.join(map(_SHORT.repr, repeated[:5]))} appears twice")
         return result
 
     try:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except CheckpointMismatch:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         raise CheckpointMismatch(f"{file}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointMismatch(f"{file}: expected a JSON object, found {type(data).__name__}")
@@ -109,13 +118,20 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
 
 
 def _entry(name: str, fields: Any, file: Path, start: int) -> Entry:
+    if len(name) > MAX_NAME:
+        raise CheckpointMismatch(f"{file}: tensor {_SHORT.repr(name)} has a name of {len(name)} characters; at most {MAX_NAME}")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointMismatch(f"{file}: tensor {name!r} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointMismatch(f"{file}: tensor {name!r} has unknown dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}")
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CheckpointMismatch(f"{file}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
+        raise CheckpointMismatch(
+            f"{file}: tensor {name!r} has unknown dtype {_SHORT.repr(dtype)}; known: {', '.join(ITEM_BYTES)}"
+        )
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or len(shape) > MAX_AXES:
+        raise CheckpointMismatch(
+            f"{file}: tensor {name!r} has shape {_SHORT.repr(shape)} and data_offsets {_SHORT.repr(offsets)}; a shape has at "
+            f"most {MAX_AXES} axes, and both hold whole numbers from 0 to 2^63 - 1"
+        )
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise CheckpointMismatch(
@@ -126,7 +142,7 @@ def _entry(name: str, fields: Any, file: Path, start: int) -> Entry:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 63 for v in value)
 
 
 def _check_layout(entries: list[Entry], file: Path, start: int, size: int) -> None:
@@ -203,7 +219,8 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and shard.endswith(".safetensors") and Path(shard).name == shard
         if not plain or "\\" in shard or "\0" in shard:
-            raise CheckpointMismatch(f"{index}: tensor {name!r} lies in {shard!r}; expected the plain name of a shard")
+            found = f"tensor {_SHORT.repr(name)} lies in {_SHORT.repr(shard)}"
+            raise CheckpointMismatch(f"{index}: {found}; expected the plain name of a shard")
     return weight_map
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, normalizers
 
+from kvist.text.tokenizer import read_library
+
 _LONE_SPACE = "\ue000"
 _UNDECODABLE = "\ufffd"
 
@@ -19,13 +21,10 @@ def token_map(file: str | Path) -> npt.NDArray[np.int32]:
     """Class of every token id 0..n-1 of a `tokenizer.json`, int32 [n], added tokens included.
 
     Classes count up from 0 in order of first id. Ids whose text differs only in case, accents, compatibility forms or
-    surrounding space share a class. A token that is no whole text (part of a character) is its own class. ValueError if
-    the file is no tokenizer.
+    surrounding space share a class. A token that is no whole text (part of a character) is its own class. `TokenizerError`
+    if the file is no tokenizer.
     """
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception for every problem
-        raise ValueError(f"{file} is not a tokenizer: {error}") from error
+    _, tokenizer = read_library(Path(file))
     ids = range(tokenizer.get_vocab_size(with_added_tokens=True))
     texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
     normaliser = _normaliser()

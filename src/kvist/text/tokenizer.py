@@ -14,6 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as _Library
 
+MAX_FILE_BYTES = 128 << 20
+"""More than ten times the released file."""
+
 
 class TokenizerError(ValueError):
     """A tokenizer file, a token id or a text that cannot be used; the message names it and the way out."""
@@ -114,19 +117,40 @@ class Tokenizer:
         return spelling in self._control_ids
 
 
-def _read(path: Path) -> tuple[dict[str, Any], _Library]:
+def read_tokenizer_file(path: Path) -> bytes:
+    """The bytes of a `tokenizer.json`. Raises `TokenizerError` if it is missing, no plain file, or larger than any could be."""
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise TokenizerError(f"{path} cannot be read as a tokenizer: it is no plain file")
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{path} has {size} bytes; a tokenizer has at most {MAX_FILE_BYTES}")
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise TokenizerError(
             f"no tokenizer at {path}: a model folder holds tokenizer.json beside its config.json; copy it there"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def read_library(path: Path) -> tuple[str, _Library]:
+    """The text of a `tokenizer.json` and the library's tokenizer made from it. Raises `TokenizerError`."""
+    try:
+        text = read_tokenizer_file(path).decode("utf-8")
+    except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
     try:
-        library = _Library.from_str(text)
-    except Exception as error:  # the library raises plain Exception for every problem
+        return text, _Library.from_str(text)
+    except BaseException as error:
+        # The library raises plain Exception for most problems; a panic of its Rust code is not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise TokenizerError(f"{path} is not a tokenizer: {error}; fetch it again") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], _Library]:
+    text, library = read_library(path)
     state: dict[str, Any] = json.loads(text)
     kinds = state["model"].get("type"), (state.get("decoder") or {}).get("type")
     if kinds != ("BPE", "ByteLevel"):
