@@ -54,9 +54,11 @@ class LayerView:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A position and all layers; `logprob` and `rank` (0: the likeliest) of the token that followed it."""
+    """A position and all layers, which see `window` positions uncompressed; `logprob` and `rank` (0: the likeliest) of the token
+    that followed it."""
 
     position: int
+    window: int
     layers: list[LayerView]
     logprob: float
     rank: int
@@ -113,6 +115,7 @@ class Microscope:
         better = (scores_V > chosen) | ((scores_V == chosen) & (torch.arange(len(scores_V)) < output[-1]))
         return View(
             position=recording.position,
+            window=self.model.plan.window,
             layers=layer_views(self.model.config, recording),
             logprob=float(chosen - scores_V.logsumexp(0)),
             rank=int(better.sum()),

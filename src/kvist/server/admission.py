@@ -104,6 +104,15 @@ class Admission:
             return False
         return True
 
+    def take(self, kind: str, tenant: str, per_minute: int) -> None:
+        """Count one of the key's `kind` of the minute (0: no limit). Raises ApiError (429)."""
+        if not per_minute:
+            return
+        bucket = self._bucket(kind, tenant, per_minute)
+        if wait_s := bucket.wait_s(1):
+            raise ApiError("quota_exceeded", f"this key's {per_minute} {kind} a minute are used up; wait", retry_after_s=wait_s)
+        bucket.level -= 1
+
     def _take_quota(self, tenant: str) -> None:
         requests, tokens = self.requests_per_minute, self.tokens_per_minute
         waits = [0]

@@ -26,8 +26,9 @@ from kvist.server.page import PREFIX, PageFiles, index
 from kvist.server.protocol.chat import ChatRequest
 from kvist.server.protocol.completions import CompletionRequest, TokenizeRequest
 from kvist.server.protocol.messages import CountRequest, MessagesRequest
+from kvist.server.protocol.microscope import MicroscopeRequest
 from kvist.server.protocol.responses import ResponseRequest
-from kvist.server.routes import chat, completions, files, messages, responses
+from kvist.server.routes import chat, completions, files, messages, microscope, responses
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, is_loopback
@@ -42,6 +43,7 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
     "/v1/messages/count_tokens": (messages.count, CountRequest),
     "/tokenize": (completions.tokenize, TokenizeRequest),
 }
+    "/kvist/microscope": (microscope.look, MicroscopeRequest),
 NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files"))
 """What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
 FILES: dict[tuple[str, str], Handler] = {
@@ -71,6 +73,8 @@ def create_app(service: Service) -> ASGIApp:
     for path, (handler, schema) in POSTS.items():
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
     for method in ("GET", "DELETE"):
+    for path, told in (("/kvist/live", microscope.recent), ("/kvist/live/{request_id}", microscope.live)):
+        app.add_api_route(path, _bound(service, told), methods=["GET"], name=path)
         path = "/v1/responses/{number}"
         app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
     for (method, path), handler in FILES.items():

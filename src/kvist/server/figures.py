@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_LOOK = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _WHOLE = (0.005, 0.05, 0.25, 1, 2.5, 5, 10, 30, 60, 300, 600)
 
 
@@ -36,6 +37,12 @@ class Figures:
         self.between = Histogram(
             "kvist_server_between_tokens_seconds", "between pieces of a reply", buckets=_BETWEEN, registry=self.registry
         )
+        self._captures = Counter(
+            "kvist_server_captures", "looks through the microscope that ended", ["outcome"], registry=self.registry
+        )
+        self._capture_seconds = Histogram(
+            "kvist_server_capture_seconds", "looks through the microscope", buckets=_LOOK, registry=self.registry
+        )
         self.prompt = Counter("kvist_server_prompt_tokens", "prompt tokens", registry=self.registry)
         self.reply = Counter("kvist_server_reply_tokens", "reply tokens", registry=self.registry)
 
@@ -44,6 +51,11 @@ class Figures:
         method = method if method in ("GET", "POST", "OPTIONS", "HEAD") else "other"
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def capture(self, outcome: str, seconds: float) -> None:
+        """Count a look through the microscope: `seen`, `failed`, or `left` by its client."""
+        self._captures.labels(outcome).inc()
+        self._capture_seconds.observe(seconds)
 
     def text(self) -> bytes:
         """All figures in Prometheus' text form."""

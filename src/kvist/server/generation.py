@@ -6,6 +6,7 @@ Owns the copies, their merging, and that a client which leaves ends them all. Mu
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvist.engine.progress import Usage
 from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.server.errors import ApiError, failed, refused
+from kvist.server.history import Trace
 from kvist.server.reply_stream import ReplyStream
 from kvist.server.served import Served
 from kvist.server.token_text import TokenText
@@ -64,11 +66,11 @@ class Ended:
 class _Reply:
     """One copy on its way from the engine to the queue."""
 
-    def __init__(self, served: Served, work: Work, index: int) -> None:
+    def __init__(self, served: Served, work: Work, prompt: array[int], index: int) -> None:
         self.index, self.prompt_tokens = index, len(work.request.prompt)
         self.stream = ReplyStream(parse=work.parse, reasoning=work.reasoning, stops=work.stops, calls=work.calls)
         self.text = TokenText(served.tokenizer, self.stream, parse=work.parse, reasoning=work.reasoning)
-        self.cached_tokens = 0
+        self.trace = Trace(prompt=prompt, images=work.request.images, replay=work.request.replay)
         self.end_ids = frozenset(work.request.stop_ids) | {served.eos_id}
 
     def take(self, event: TokenEvent) -> Piece:
@@ -78,6 +80,7 @@ class _Reply:
         for at, token in enumerate(event.tokens):
             if self.stream.over:
                 break
+            self.trace.tokens.append(token)
             events += self.text.feed(token)
             detail = event.logprobs[at] if event.logprobs else None
             if detail is not None and token not in self.end_ids:
@@ -115,9 +118,15 @@ class Generation:
         self._queue: asyncio.Queue[Piece | Ended | ApiError] = asyncio.Queue()
         self._replies: list[tuple[_Reply, Request]] = []
         for work in works:
+            prompt = array("i", work.request.prompt)
             for sampling in work.request.sampling.copies():
-                reply = _Reply(served, work, len(self._replies))
-                self._replies.append((reply, replace(work.request, sampling=sampling)))
+                reply = _Reply(served, work, prompt, len(self._replies))
+                self._replies.append((reply, replace(work.request, sampling=sampling, progress=reply.trace.progress)))
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What can be told of each reply while it comes and afterwards."""
+        return [reply.trace for reply, _ in self._replies]
 
     def stop(self, error: ApiError) -> None:
         """End with this error after what has come already."""

@@ -131,9 +131,11 @@ def served_model(launched: Launched) -> Served:
     from kvist.engine.launch import image_reader
     from kvist.engine.metrics import collector
 
+    from kvist.engine.anatomy import anatomy
     client, engine = launched.engine, launched.engine.engine
     model = engine.model
 
+    from kvist.engine.microscope import Microscope
     def stopped() -> str | None:
         return None if client._thread.is_alive() else "the engine has stopped; restart the server"
 
@@ -154,6 +156,8 @@ def served_model(launched: Launched) -> Served:
         stopped=stopped,
     )
 
+        anatomy=anatomy(engine),
+        microscope=Microscope(model, replay=engine.config.replay),
 
 def is_base(folder: Path) -> bool:
     """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""

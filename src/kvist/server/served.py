@@ -5,12 +5,17 @@ Owns `EngineClient`, which `AsyncEngine` satisfies and tests replace by a script
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvist.engine.request import Event, Request
+from kvist.engine.anatomy import Anatomy
+from kvist.engine.replay import Replay
+from kvist.engine.request import Event, ImageInput, Request
 from kvist.text import Tokenizer
+
+if TYPE_CHECKING:
+    from kvist.engine.microscope import View
 
 
 class EngineClient(Protocol):
@@ -44,12 +49,34 @@ class ReadImage(Protocol):
         ...
 
 
+class Looking(Protocol):
+    """What can look at a position; see `engine.microscope.Microscope`."""
+
+    @property
+    def image_token_bytes(self) -> int:
+        """Bytes that a picture takes while it can be looked at again, for each token of its span."""
+        ...
+
+    def look(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        images: Sequence[ImageInput] = (),
+        replay: Replay | None = None,
+        proceed: Callable[[], None] = lambda: None,
+    ) -> View:
+        """The position that gave the last token of `output`. `proceed` is called often; it raises to stop."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """A model that is served.
 
     `context`: most tokens of prompt and reply together. `base`: it was not tuned to chat. `read_image` None: a model without
-    vision. `collectors`: objects for a Prometheus registry. `stopped`: why the engine serves no more, None while it does.
+    vision. `collectors`: objects for a Prometheus registry. `anatomy`, `microscope`: what figures of requests are made of, and
+    who looks into them; None where there is no such engine. `stopped`: why the engine serves no more, None while it does.
     """
 
     name: str
@@ -65,4 +92,6 @@ class Served:
     image_token_id: int | None = None
     read_image: Callable[[bytes], ReadImage] | None = None
     collectors: tuple[Any, ...] = ()
+    anatomy: Anatomy | None = None
+    microscope: Looking | None = None
     stopped: Callable[[], str | None] = lambda: None

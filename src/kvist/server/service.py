@@ -16,12 +16,14 @@ from starlette.requests import Request
 
 from kvist.server.admission import Admission
 from kvist.server.body import Body, ClientDisconnect, read_body, wait_disconnect
+from kvist.server.captures import Captures
 from kvist.server.errors import ApiError, refused
 from kvist.server.event_stream import EventStream, started
 from kvist.server.fetch import WebPictures
 from kvist.server.figures import Figures
 from kvist.server.files import FileShelf
 from kvist.server.generation import Ended, Generation, Piece, Work
+from kvist.server.history import History
 from kvist.server.pictures import Pictures
 from kvist.server.served import Served
 from kvist.server.settings import ServerSettings
@@ -104,6 +106,21 @@ class Service:
     def require_model(self, name: str) -> str:
         """The name to answer with. Raises ApiError for a model that is not served."""
         if name not in self.names:
+        looking = served.microscope
+        self.history = History(
+            requests=settings.history_requests,
+            limit_bytes=settings.history_bytes,
+            image_token_bytes=0 if looking is None else looking.image_token_bytes,
+        )
+        self.captures = Captures(
+            looking,
+            admission,
+            figures,
+            limit_tokens=settings.microscope_context,
+            per_minute=settings.captures_per_minute,
+            retry_after_s=settings.retry_after_s,
+            deadline_s=settings.deadline_s,
+        )
             raise ApiError("model_not_found", f"model {name[:80]!r} is not served here; {self.names[0]!r} is", param="model")
         return name
 
@@ -155,6 +172,7 @@ class Service:
                         facts["reply_tokens"] += item.completion_tokens
                         facts["cached_tokens"] = facts.get("cached_tokens", 0) + item.cached_tokens
                         self.figures.reply.inc(item.completion_tokens)
+        record = self.history.begin(request.state.tenant, request.state.id, generation.traces)
                     elif "first_s" not in facts:
                         facts["first_s"] = round(now - began, 4)
                         self.figures.first.observe(now - began)
@@ -173,6 +191,7 @@ class Service:
     async def _whole(self, works: Sequence[Work], request: Request) -> list[Choice]:
         choices = [Choice() for work in works for _ in range(work.request.sampling.n)]
         async for item in self.run(works, request):
+            self.history.end(request.state.tenant, record)
             choice = choices[item.index]
             if isinstance(item, Ended):
                 choice.ended = item
