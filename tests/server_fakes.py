@@ -24,6 +24,7 @@ from kvist.server.main import serve_app
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import read_settings
+from kvist.server.tracing import Tracing
 from kvist.text import Tokenizer
 
 NANO = Path(__file__).resolve().parents[1] / "models" / "nano"
@@ -132,10 +133,10 @@ def says(*steps: Step) -> Script:
 
 
 @contextmanager
-def serving(served: Served | Script, **settings: object) -> Iterator[Live]:
+def serving(served: Served | Script, tracing: Tracing | None = None, **settings: object) -> Iterator[Live]:
     """A live server in a thread of its own."""
     served = served if isinstance(served, Served) else scripted(served)
-    service = create_service(served, read_settings(port=0, **settings))
+    service = create_service(served, read_settings(port=0, **settings), tracing)
     ports: list[int] = []
     ready = threading.Event()
 

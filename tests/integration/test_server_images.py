@@ -31,12 +31,12 @@ VISION = VisionConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
+def tiny_vision() -> Served:
+    """A small random model with a vision tower behind a real engine."""
     config = replace(preset("tiny"), vision=VISION, image_token_id=IMAGE_ID, vocab_size=len(TOKENIZER))
     model = random_model(config, Numerics(deterministic=True), 0)
     engine = AsyncEngine(Engine(model, EngineConfig(pages=64, max_running=2, replay="exact"), tokenizer=TOKENIZER))
-    served = Served(
+    return Served(
         name="tiny-vision",
         engine=engine,
         tokenizer=TOKENIZER,
@@ -48,7 +48,11 @@ def live() -> Iterator[Live]:
         image_token_id=IMAGE_ID,
         read_image=image_reader(model),
     )
-    with serving(served) as server:
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(tiny_vision()) as server:
         yield server
 
 

@@ -32,6 +32,7 @@ from kvist.server.routes import chat, completions, files, messages, microscope, 
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, is_loopback
+from kvist.server.tracing import Tracing
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
@@ -42,8 +43,8 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
     "/v1/messages": (messages.create, MessagesRequest),
     "/v1/messages/count_tokens": (messages.count, CountRequest),
     "/tokenize": (completions.tokenize, TokenizeRequest),
-}
     "/kvist/microscope": (microscope.look, MicroscopeRequest),
+}
 NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files"))
 """What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
 FILES: dict[tuple[str, str], Handler] = {
@@ -55,7 +56,7 @@ FILES: dict[tuple[str, str], Handler] = {
 }
 
 
-def create_service(served: Served, settings: ServerSettings) -> Service:
+def create_service(served: Served, settings: ServerSettings, tracing: Tracing | None = None) -> Service:
     """A model with its rules and figures."""
     admission = Admission(
         limit=settings.max_concurrency,
@@ -64,7 +65,7 @@ def create_service(served: Served, settings: ServerSettings) -> Service:
         tokens_per_minute=settings.tokens_per_minute,
     )
     figures = Figures(served.collectors, {"running": lambda: admission.running, "draining": lambda: float(admission.draining)})
-    return Service(served, settings, admission, figures)
+    return Service(served, settings, admission, figures, tracing)
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -72,9 +73,9 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (handler, schema) in POSTS.items():
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
-    for method in ("GET", "DELETE"):
     for path, told in (("/kvist/live", microscope.recent), ("/kvist/live/{request_id}", microscope.live)):
         app.add_api_route(path, _bound(service, told), methods=["GET"], name=path)
+    for method in ("GET", "DELETE"):
         path = "/v1/responses/{number}"
         app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
     for (method, path), handler in FILES.items():
@@ -95,6 +96,7 @@ def create_app(service: Service) -> ASGIApp:
         admission=service.admission,
         figures=service.figures,
         places=NEED_PLACE,
+        tracing=service.tracing,
     )
     if settings.allowed_origins:
         gated = CORSMiddleware(

@@ -25,6 +25,7 @@ from kvist.server.errors import ApiError
 from kvist.server.figures import Figures
 from kvist.server.logs import note
 from kvist.server.page import is_page
+from kvist.server.tracing import Tracing
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/live", "/health")
@@ -90,9 +91,17 @@ class Gate:
     """ASGI middleware; see the file's top. `places`: the paths that run on the engine and need one."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, names: Names, admission: Admission, figures: Figures, places: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        names: Names,
+        admission: Admission,
+        figures: Figures,
+        places: frozenset[str],
+        tracing: Tracing | None = None,
     ) -> None:
-        self._app, self._keys, self._names = app, keys, names
+        self._app, self._keys, self._names, self._tracing = app, keys, names, tracing
         self._admission, self._figures, self._places = admission, figures, places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +113,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         number = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope["state"] = {**scope.get("state", {}), "id": number, "tenant": "", "facts": {}}
+        span = None if self._tracing is None else self._tracing.begin(headers, scope["method"], scope["path"])
+        scope["state"]["span"] = span
         began, status = time.perf_counter(), 0
 
         async def sending(message: Message) -> None:
@@ -124,6 +135,8 @@ class Gate:
             note("fault", level=logging.ERROR, error=error, id=number, path=_route(scope))
             await self._reply(scope, sending, ApiError("internal_error", "a fault of the server; its log has more"), status)
         seconds = time.perf_counter() - began
+        if self._tracing is not None and span is not None:
+            self._tracing.end(span, scope["method"], _route(scope), status or 499, number, scope["state"]["facts"])
         self._figures.ended(_route(scope), scope["method"], status or 499, seconds)
         note(
             "request",

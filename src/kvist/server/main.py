@@ -23,6 +23,7 @@ from kvist.server.patience import patient_protocol
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, read_settings
+from kvist.server.tracing import Tracing, otlp_tracing
 
 if TYPE_CHECKING:
     from kvist.engine.launch import Launched
@@ -94,8 +95,11 @@ def serve(model: str, arguments: list[str], config: Path | None = None) -> None:
     """`kvist serve MODEL`: settings, model, server, until a signal. Raises ValueError and named errors for what cannot be."""
     settings = read_settings(arguments, config=config)
     configure(settings.log_level, settings.log_format)
+    tracing = otlp_tracing() if settings.tracing else None
     with bound_socket(settings.host, settings.port) as bound:
-        asyncio.run(_serve(model, settings, bound))
+        asyncio.run(_serve(model, settings, bound, tracing))
+    if tracing is not None:
+        tracing.close()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -111,14 +115,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _serve(model: str, settings: ServerSettings, bound: socket.socket) -> None:
+async def _serve(model: str, settings: ServerSettings, bound: socket.socket, tracing: Tracing | None) -> None:
     from kvist.engine.launch import LaunchOptions, launch
 
     note("loading", model=model)
     options = LaunchOptions(**{field.name: getattr(settings, field.name) for field in fields(LaunchOptions)})
     launched = await asyncio.to_thread(launch, model, options)
     try:
-        service = create_service(served_model(launched), settings)
+        service = create_service(served_model(launched), settings, tracing)
         await serve_app(service).serve([bound])
     finally:
         await launched.close()
@@ -127,15 +131,15 @@ async def _serve(model: str, settings: ServerSettings, bound: socket.socket) -> 
 
 def served_model(launched: Launched) -> Served:
     """What the routes need of a launched engine."""
+    from kvist.engine.anatomy import anatomy
     from kvist.engine.gauges import gauges
     from kvist.engine.launch import image_reader
     from kvist.engine.metrics import collector
+    from kvist.engine.microscope import Microscope
 
-    from kvist.engine.anatomy import anatomy
     client, engine = launched.engine, launched.engine.engine
     model = engine.model
 
-    from kvist.engine.microscope import Microscope
     def stopped() -> str | None:
         return None if client._thread.is_alive() else "the engine has stopped; restart the server"
 
@@ -152,12 +156,12 @@ def served_model(launched: Launched) -> Served:
         fingerprint=f"fp_{launched.fingerprint.hex()[:16]}",
         image_token_id=model.config.image_token_id,
         read_image=image_reader(model),
+        anatomy=anatomy(engine),
+        microscope=Microscope(model, replay=engine.config.replay) if model.embed.weight.device.type == "cpu" else None,
         collectors=(collector(engine.metrics, lambda: gauges(engine)),),
         stopped=stopped,
     )
 
-        anatomy=anatomy(engine),
-        microscope=Microscope(model, replay=engine.config.replay),
 
 def is_base(folder: Path) -> bool:
     """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""

@@ -27,6 +27,7 @@ from kvist.server.history import History
 from kvist.server.pictures import Pictures
 from kvist.server.served import Served
 from kvist.server.settings import ServerSettings
+from kvist.server.tracing import Tracing
 from kvist.server.wish import Caller
 from kvist.text import Event, Reply, collect
 
@@ -82,8 +83,16 @@ class Usage:
 class Service:
     """One served model with its rules. Routes call this and shape what comes out."""
 
-    def __init__(self, served: Served, settings: ServerSettings, admission: Admission, figures: Figures) -> None:
+    def __init__(
+        self,
+        served: Served,
+        settings: ServerSettings,
+        admission: Admission,
+        figures: Figures,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.served, self.settings, self.admission, self.figures = served, settings, admission, figures
+        self.tracing = tracing
         self.files = FileShelf(
             max_files=settings.max_files,
             max_bytes=settings.max_file_bytes,
@@ -97,15 +106,6 @@ class Service:
             self._web = WebPictures(hosts=hosts, max_bytes=settings.max_file_bytes, timeout_s=settings.image_timeout_s)
             # A thread for each request that runs: slow hosts must not keep others from being tokenised.
             self._workers = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="kvist-prepare")
-        self.names = (settings.model_name or served.name, *settings.model_aliases)
-
-    async def body(self, request: Request, schema: type[B]) -> B:
-        """The request's body, within the server's limits."""
-        return await read_body(request, schema, limit_bytes=self.settings.max_body_bytes, timeout_s=self.settings.body_timeout_s)
-
-    def require_model(self, name: str) -> str:
-        """The name to answer with. Raises ApiError for a model that is not served."""
-        if name not in self.names:
         looking = served.microscope
         self.history = History(
             requests=settings.history_requests,
@@ -121,6 +121,15 @@ class Service:
             retry_after_s=settings.retry_after_s,
             deadline_s=settings.deadline_s,
         )
+        self.names = (settings.model_name or served.name, *settings.model_aliases)
+
+    async def body(self, request: Request, schema: type[B]) -> B:
+        """The request's body, within the server's limits."""
+        return await read_body(request, schema, limit_bytes=self.settings.max_body_bytes, timeout_s=self.settings.body_timeout_s)
+
+    def require_model(self, name: str) -> str:
+        """The name to answer with. Raises ApiError for a model that is not served."""
+        if name not in self.names:
             raise ApiError("model_not_found", f"model {name[:80]!r} is not served here; {self.names[0]!r} is", param="model")
         return name
 
@@ -163,6 +172,7 @@ class Service:
             generation = Generation(self.served, works)
         except ValueError as error:
             raise refused(error) from error
+        record = self.history.begin(request.state.tenant, request.state.id, generation.traces)
         events = generation.run()
         try:
             with self.admission.watched(generation):
@@ -172,7 +182,6 @@ class Service:
                         facts["reply_tokens"] += item.completion_tokens
                         facts["cached_tokens"] = facts.get("cached_tokens", 0) + item.cached_tokens
                         self.figures.reply.inc(item.completion_tokens)
-        record = self.history.begin(request.state.tenant, request.state.id, generation.traces)
                     elif "first_s" not in facts:
                         facts["first_s"] = round(now - began, 4)
                         self.figures.first.observe(now - began)
@@ -182,6 +191,9 @@ class Service:
                     yield item
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+            self.history.end(request.state.tenant, record)
+            if self.tracing is not None and request.state.span is not None:
+                self.tracing.replies(request.state.span, [trace.progress for trace in generation.traces])
             self.admission.spend(request.state.tenant, facts["prompt_tokens"] + facts["reply_tokens"])
 
     async def whole(self, works: Sequence[Work], request: Request) -> list[Choice]:
@@ -191,7 +203,6 @@ class Service:
     async def _whole(self, works: Sequence[Work], request: Request) -> list[Choice]:
         choices = [Choice() for work in works for _ in range(work.request.sampling.n)]
         async for item in self.run(works, request):
-            self.history.end(request.state.tenant, record)
             choice = choices[item.index]
             if isinstance(item, Ended):
                 choice.ended = item

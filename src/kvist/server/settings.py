@@ -67,6 +67,7 @@ class ServerSettings(BaseSettings):
     drain_delay_s: float = Field(0, ge=0, description="seconds not ready but still listening after SIGTERM, for load balancers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level of log lines")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or words")
+    tracing: bool = Field(False, description="spans to an OpenTelemetry collector (kvist[otel]); OTEL_ variables say where")
     memory: str = Field("1GB", description="memory for cache, slots and workspace")
     context: int | None = Field(None, ge=1, description="longest request that is promised; none: what fits")
     max_running: int = Field(16, ge=1, description="requests in a step")
