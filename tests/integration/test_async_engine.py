@@ -135,3 +135,121 @@ def test_a_failing_step_is_told_to_everybody() -> None:
             await engine.complete(request([5], 3))
 
     asyncio.run(main())
+
+
+def test_a_refused_request_raises_before_there_is_a_stream() -> None:
+    """`submit` raises by name and leaves nothing behind; of three copies with room for two none runs."""
+
+    async def main() -> None:
+        fake = scripted(max_waiting=2, max_running=1)
+        async with AsyncEngine(fake.engine) as engine:
+            for wrong, error in (
+                (request([], 3), EmptyPrompt),
+                (request([4] * 250, 200), RequestTooLong),
+                (request([999], 3), ValueError),
+            ):
+                with pytest.raises(error):
+                    await engine.submit(wrong)
+            with pytest.raises(QueueFull, match="the limit is 2"):
+                await engine.submit(request([5, 6], 9, sampling=SamplingParams(n=3)))
+            tokens, _ = await engine.complete(request([5, 6], 9))
+            assert tokens == follow([5, 6], 9)
+            assert not fake.engine.jobs
+        with pytest.raises(EngineStopped, match="closed"):
+            await engine.submit(request([5], 3))
+
+    asyncio.run(main())
+
+
+def test_an_aborted_request_tells_what_it_has_cost() -> None:
+    async def main() -> None:
+        fake = scripted(max_running=3)
+        async with AsyncEngine(fake.engine) as engine:
+            prompt = list(range(10, 30))
+            await engine.complete(request(prompt, 1))
+            stream = await engine.submit(request(prompt, 200, sampling=SamplingParams(n=2)))
+            seen: dict[int, int] = {}
+            async for event in stream:
+                assert isinstance(event, TokenEvent)
+                seen[event.id] = seen.get(event.id, 0) + len(event.tokens)
+                if len(seen) == 2 and min(seen.values()) >= 3:
+                    break
+            ends = await asyncio.wait_for(stream.close(), 10)
+            assert {end.id for end in ends} == seen.keys()
+            for end in ends:
+                assert end.reason == "cancelled"
+                assert end.usage.prompt_tokens == 20
+                assert end.usage.cached_tokens == 20
+                assert seen[end.id] <= end.usage.completion_tokens < 200
+            assert await stream.close() == [], "it has ended"
+            # Waiting in the queue, and not even that: there is an end all the same.
+            streams = [await engine.submit(request([4, k], 200)) for k in range(4, 9)]
+            for waiting in streams:
+                (end,) = await asyncio.wait_for(waiting.close(), 10)
+                assert (end.reason, end.usage.prompt_tokens) == ("cancelled", 2)
+        pool = fake.engine.pages.pool
+        assert pool.owned == 0
+        assert fake.engine.metrics.ended == {"length": 1, "cancelled": 7}
+        assert not engine._clients
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_while_it_is_being_accepted_leaves_nothing() -> None:
+    async def main() -> None:
+        fake = scripted()
+        async with AsyncEngine(fake.engine) as engine:
+            busy = asyncio.create_task(engine.complete(request([8, 8], 60)))
+            for pause in (0.0, 0.0005, 0.001, 0.002, 0.004):
+                going = asyncio.create_task(engine.submit(request([5, 6, 7], 200)))
+                await asyncio.sleep(pause)
+                going.cancel()
+                done = (await asyncio.gather(going, return_exceptions=True))[0]
+                if not isinstance(done, BaseException):
+                    await done.close()
+            assert (await busy)[0] == follow([8, 8], 60)
+            for _ in range(200):
+                if fake.engine.idle and not engine._clients:
+                    break
+                await asyncio.sleep(0.01)
+            assert not fake.engine.jobs
+            assert not engine._clients
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ["closed", "step fails", "thread is ended"])
+def test_a_dead_engine_is_not_alive(ending: str) -> None:
+    """However its thread ends, readiness sees it, who runs is told, and closing what ran does not hang."""
+
+    async def main() -> None:
+        fake = scripted()
+        engine = AsyncEngine(fake.engine)
+        assert engine.alive
+        stream = await engine.submit(request([5, 6], 240))
+        await anext(stream)
+        assert engine.alive
+        if ending == "closed":
+            await engine.close()
+        elif ending == "step fails":
+            fake.engine.scheduler.plan = lambda now: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+        else:
+
+            def leave(engine: object) -> None:
+                raise SystemExit
+
+            engine.on_step = leave
+        *_, end = [event async for event in stream]
+        assert isinstance(end, FinishedEvent)
+        if ending == "closed":
+            assert (end.reason, end.error) == ("cancelled", None)
+        else:
+            assert end.reason == "error"
+            assert isinstance(end.error, ZeroDivisionError if ending == "step fails" else EngineStopped)
+        assert end.usage.completion_tokens > 0
+        assert not engine.alive
+        assert await stream.close() == []
+        with pytest.raises(EngineStopped):
+            await engine.submit(request([5], 3))
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -1,7 +1,7 @@
 """Many asynchronous clients on one engine: a thread that steps, a queue of events a request, an end for every request.
 
 Owns the thread and the hand-over between it and event loops. Must not know how a step works. A client that goes away (its
-iterator is closed or its task cancelled) aborts its request.
+stream is closed or its task cancelled) aborts its request.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvist.engine.engine import Engine
@@ -31,11 +32,40 @@ class _Client:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
+class RequestStream:
+    """The events of an accepted request's `n` replies as they come; iterate it once, then `close` it. One event loop."""
+
+    def __init__(self, leave: Callable[[], None], events: asyncio.Queue[Event], numbers: Sequence[int]) -> None:
+        self._leave, self._events, self._running = leave, events, set(numbers)
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; the last one of each reply is its FinishedEvent."""
+        if not self._running:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, FinishedEvent):
+            self._running.discard(event.id)
+        return event
+
+    def leave(self) -> None:
+        """End the replies that still run, without waiting for their ends. Leaving twice changes nothing."""
+        if self._running:
+            self._leave()
+
+    async def close(self) -> list[FinishedEvent]:
+        """End the replies that still run and wait for their ends, which say what each has cost; at most the step under way."""
+        self.leave()
+        return [event async for event in self if isinstance(event, FinishedEvent)]
+
+
 class AsyncEngine:
     """Steps an engine in a thread of its own while there is work. Use `async with`, or `close` it.
 
     `on_step`: called in that thread after every step (metrics). An error that escapes a step ends all requests with it and
-    stops the engine: its state is then unknown.
+    stops the engine: its state is then unknown, and `alive` is False.
     """
 
     def __init__(self, engine: Engine, *, on_step: Callable[[Engine], None] | None = None) -> None:
@@ -54,25 +84,38 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
-        """The events of a request's `n` replies as they come. Raises what `Engine.add` raises before the first event."""
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served: the engine's thread runs, nothing has stopped it and nobody is closing it."""
+        return self._thread.is_alive() and self._failure is None and not self._closing
+
+    async def submit(self, request: Request) -> RequestStream:
+        """Check and queue a request (its `n` replies); its events.
+
+        Raises what `Engine.add` raises (EmptyPrompt, RequestTooLong, ValueError, GrammarError, QueueFull), and EngineStopped;
+        then none of its replies runs.
+        """
         queue: asyncio.Queue[Event] = asyncio.Queue()
         client = _Client(asyncio.get_running_loop(), queue)
         copies = [replace(request, sampling=sampling) for sampling in request.sampling.copies()]
         jobs = [await asyncio.to_thread(self.engine.prepare, copy) for copy in copies]
-        numbers: list[int] = []
+        accepted = self._add(jobs, client)
         try:
-            for job in jobs:
-                numbers.append(await asyncio.shield(self._submit(job, client)))
-            running = set(numbers)
-            while running:
-                event = await queue.get()
-                if isinstance(event, FinishedEvent):
-                    running.discard(event.id)
+            numbers = await asyncio.shield(accepted)
+        except asyncio.CancelledError:
+            # The numbers may be on their way: the engine's thread assigns them before it comes to this.
+            self._leave(jobs)
+            raise
+        return RequestStream(lambda: self._leave(jobs), queue, numbers)
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """The events of a request's `n` replies as they come. Raises what `submit` raises before the first event."""
+        stream = await self.submit(request)
+        try:
+            async for event in stream:
                 yield event
         finally:
-            # The job's number may not have come back when the client left; the engine's thread assigns it before the abort.
-            self._post(lambda: self._leave(jobs))
+            stream.leave()
 
     async def complete(self, request: Request) -> tuple[list[int], FinishedEvent]:
         """All tokens of a single reply and its end. Raises the request's own error."""
@@ -92,32 +135,46 @@ class AsyncEngine:
             self._wake.notify_all()
         await asyncio.to_thread(self._thread.join)
 
-    def _submit(self, job: Job, client: _Client) -> asyncio.Future[int]:
-        done: Future[int] = Future()
+    def _add(self, jobs: list[Job], client: _Client) -> asyncio.Future[list[int]]:
+        """All jobs or none: the numbers of those that were queued."""
+        done: Future[list[int]] = Future()
 
         def add() -> None:
+            queued: list[int] = []
             try:
-                number = self.engine.submit(job)
+                self._require_running()
+                for job in jobs:
+                    queued.append(self.engine.submit(job))
             except Exception as error:  # noqa: BLE001  # raised where the client waits
+                for job in jobs[: len(queued)]:
+                    self.engine.abort(job.id)
                 done.set_exception(error)
             else:
-                self._clients[number] = client
-                done.set_result(number)
+                self._clients.update(dict.fromkeys(queued, client))
+                done.set_result(queued)
 
         self._post(add)
         return asyncio.wrap_future(done)
 
-    def _leave(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            if self._clients.pop(job.id, None) is not None:
+    def _leave(self, jobs: Sequence[Job]) -> None:
+        """Abort jobs; their ends come as those of others do. An engine that has stopped has ended them itself."""
+
+        def abort() -> None:
+            for job in jobs if self._failure is None else ():
                 self.engine.abort(job.id)
+
+        with suppress(EngineStopped):
+            self._post(abort)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
-            if self._failure is not None or not self._thread.is_alive():
-                raise EngineStopped(f"the engine has stopped ({self._failure or 'closed'}); start a new one")
+            self._require_running()
             self._commands.append(command)
             self._wake.notify_all()
+
+    def _require_running(self) -> None:
+        if self._failure is not None:
+            raise EngineStopped(f"the engine has stopped ({self._failure}); start a new one")
 
     def _run(self) -> None:
         try:
@@ -126,8 +183,9 @@ class AsyncEngine:
                     self._deliver(event)
                 if self.on_step is not None:
                     self.on_step(self.engine)
-        except Exception as error:  # noqa: BLE001  # told to every client, and to all that come later
-            self._failure = error
+        except BaseException as error:  # noqa: BLE001  # whatever ends the thread is told to every client, and to all that come later
+            ended = EngineStopped(f"the engine's thread was ended by {type(error).__name__}")
+            self._failure = error if isinstance(error, Exception) else ended
         self._stop()
 
     def _next(self) -> bool:
@@ -160,7 +218,7 @@ class AsyncEngine:
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
-        failed = not isinstance(self._failure, EngineStopped)
+        failed = not self._closing
         for number, client in list(self._clients.items()):
             self._clients.pop(number)
             reason = "error" if failed else "cancelled"
