@@ -6,6 +6,7 @@ come in through `Tiers`. Design section 4.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -165,11 +166,13 @@ class Pages:
         assert job.chain is not None
         if job.request.prompt_logprobs is not None or not self._coming:
             return False
-        for digest in job.chain.digests:
-            keys = self._keys(digest, job.replay_length)
-            if not any(self.index.holds(key) for key in keys):
-                return any(key in self._coming for key in keys)
-        return False
+        digests, accepted = job.chain.digests, job.replay_length
+        # No page is kept without the one before it, so the first that is missing is found by halving.
+        missing = bisect_left(digests, True, key=lambda digest: not self._held(digest, accepted))
+        return missing < len(digests) and any(key in self._coming for key in self._keys(digests[missing], accepted))
+
+    def _held(self, digest: bytes, accepted: int) -> bool:
+        return any(self.index.holds(key) for key in self._keys(digest, accepted))
 
     def begin(self, job: Job) -> None:
         """See `scheduler.PageBook.begin`."""

@@ -138,39 +138,56 @@ class StepPlan:
 
 
 class Queue:
-    """Waiting jobs: by priority, then the tenant served least, then arrival; preempted jobs stand in front."""
+    """Waiting jobs: by priority, then the tenant served least, then arrival; preempted jobs stand in front.
+
+    Each priority has a heap of its tenants by what they had been served when they were put there. That only grows, so the
+    least served one is found by putting right the top until it is: no step looks at all tenants.
+    """
 
     def __init__(self) -> None:
         self.levels: dict[int, dict[str, deque[Job]]] = {}
         self.served: dict[str, float] = {}
         self.count = 0
+        self._heaps: dict[int, list[tuple[float, int, str]]] = {}
+        self._entered = 0
 
     def push(self, job: Job, *, front: bool = False) -> None:
         """Add a job. A tenant that comes back starts level with the least served one, not with credit for its absence."""
         level = self.levels.setdefault(job.priority, {})
+        heap = self._heaps.setdefault(job.priority, [])
         tenant = job.request.tenant
         if tenant not in level:
-            present = [self.served.get(name, 0.0) for others in self.levels.values() for name in others]
-            floor = min(present, default=0.0)
+            floor = min((self.served[self._least(heap)] for heap in self._heaps.values() if heap), default=0.0)
             self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
             level[tenant] = deque()
+            self._entered += 1
+            heapq.heappush(heap, (self.served[tenant], self._entered, tenant))
         (level[tenant].appendleft if front else level[tenant].append)(job)
         self.count += 1
 
     def head(self) -> Job | None:
         """The job whose turn it is. Jobs that ended while they waited are dropped here."""
         for priority in sorted(self.levels, reverse=True):
-            level = self.levels[priority]
-            while level:
-                tenant = min(level, key=lambda name: self.served[name])
+            level, heap = self.levels[priority], self._heaps[priority]
+            while heap:
+                tenant = self._least(heap)
                 line = level[tenant]
                 while line and line[0].state is State.FINISHED:
                     line.popleft()
                 if line:
                     return line[0]
+                heapq.heappop(heap)
                 del level[tenant]
-            del self.levels[priority]
+            del self.levels[priority], self._heaps[priority]
         return None
+
+    def _least(self, heap: list[tuple[float, int, str]]) -> str:
+        """The least served tenant of a heap, which is then at its top."""
+        while True:
+            served, order, tenant = heap[0]
+            if served == self.served[tenant]:
+                return tenant
+            heapq.heapreplace(heap, (self.served[tenant], order, tenant))
 
     def turns(self) -> Iterator[Job]:
         """Waiting jobs as their turns come: `head()`, then who would follow if those before were not there. Do not change the
@@ -322,11 +339,6 @@ class Scheduler:
         del self.running[job.id]
         job.slot, job.pages, job.span, job.computed = None, [], None, 0
 
-    def _charge(self, piece: Piece) -> float:
-        cost = self.cost(piece)
-        self.queue.charge(piece.job.request.tenant, cost)
-        return cost
-
     def _decodes(self, step: StepPlan) -> None:
         order = sorted((j for j in self.running.values() if j.state is State.DECODE), key=lambda j: (-j.priority, j.admitted))
         for job in order:
@@ -338,7 +350,7 @@ class Scheduler:
             stop = start + 1 + job.verify
             piece = Piece(job=job, start=start, stop=stop, publish_from=start, decode_from=start, wanted=start, drafts=job.verify)
             step.pieces.append(piece)
-            self._charge(piece)
+            self.queue.charge(job.request.tenant, (1 + job.verify) * (1 + self.decoder_cost))
         # Jobs that were preempted for the sake of a later one lose their pieces.
         step.pieces = [piece for piece in step.pieces if piece.job.state is State.DECODE]
 
@@ -352,7 +364,8 @@ class Scheduler:
         best = min(turn, key=self._rank, default=None)
         # A job whose pages are being computed for another is admitted some steps later and then hits them; who stands behind
         # it does not wait for that.
-        near = (job for job in islice(self.queue.turns(), LOOK_AHEAD) if best is None or self._rank(job) < self._rank(best))
+        turns = self.queue.turns() if self._may_admit() else iter(())
+        near = (job for job in islice(turns, LOOK_AHEAD) if best is None or self._rank(job) < self._rank(best))
         head = next((job for job in near if not self.book.awaits(job)), None)
         if head is not None and self._admit(step, head):
             return head
@@ -360,6 +373,11 @@ class Scheduler:
             turn.remove(best)
             return best
         return None
+
+    def _may_admit(self) -> bool:
+        """Whether a slot is free, or held by a job of lower priority than some that wait."""
+        top = max(self.queue.levels, default=None)
+        return top is not None and (bool(self.slots) or any(job.priority < top for job in self.running.values()))
 
     def _grow(self, step: StepPlan, job: Job) -> bool:
         """Pages for the job's next rows. Drafts give way first, then jobs of lower rank, then the job itself."""
@@ -402,7 +420,9 @@ class Scheduler:
             wanted = stop - 1
         piece = Piece(job=job, start=start, stop=stop, publish_from=span.hit, decode_from=span.decode_from, wanted=wanted)
         step.pieces.append(piece)
-        return self._charge(piece)
+        cost = self.cost(piece)
+        self.queue.charge(job.request.tenant, cost)
+        return cost
 
     def _admit(self, step: StepPlan, job: Job) -> bool:
         """Start the head of the queue if a slot and pages allow; running jobs of lower priority make room for it."""
