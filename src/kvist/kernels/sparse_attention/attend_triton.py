@@ -234,32 +234,35 @@ def attend(
         p = _as_key(p, WIDE, PLAIN)
         acc_even = _multiply(p, k_even, acc_even * shrink[:, None], WIDE)
         acc_odd = _multiply(p, k_odd, acc_odd * shrink[:, None], WIDE)
-    for i in range(K_TILES):
-        later = split * K_TILES + i + 1
-        # Beyond the share's last tile the next lookup reads nothing.
-        ahead = tl.where(i + 1 < K_TILES, later * KT, K) + tl.arange(0, KT)
-        next_page, next_row, next_valid = _lookup(topk, table, n, slot, ahead, K, table_width, page_bytes, ROWS, PACKED_ROWS)
-        s = tl.zeros([HT, KT], tl.float32)
-        if PARTS == 2:
-            k_even, k_odd = _rows(pages, main_codes, main_scales, page, row, valid, (1 - part) * BT, PAIRS, KT, BT, PACKED_ROWS,
-                                  WIDE, PLAIN)  # fmt: skip
-            s = _multiply(other_even, tl.trans(k_even), s, WIDE)
-            s = _multiply(other_odd, tl.trans(k_odd), s, WIDE)
-        if PACKED_ROWS:
-            k_even, k_odd = fp4_planes(code, e4m3_scale(code_scale), KT, BT, BT // 8, PLAIN)
-            code, code_scale = _row_bytes(
-                pages, main_codes, main_scales, next_page, next_row, next_valid, own, part * BT, PAIRS, BT
-            )
-        else:
-            k_even, k_odd = _rows(pages, main_codes, main_scales, page, row, valid, part * BT, PAIRS, KT, BT, PACKED_ROWS, WIDE,
-                                  PLAIN)  # fmt: skip
-        s = _multiply(q_even, tl.trans(k_even), s, WIDE)
-        s = _multiply(q_odd, tl.trans(k_odd), s, WIDE)
-        p, shrink, peak, total = _weigh(s, valid, peak, total, scale)
-        p = _as_key(p, WIDE, PLAIN)
-        acc_even = _multiply(p, k_even, acc_even * shrink[:, None], WIDE)
-        acc_odd = _multiply(p, k_odd, acc_odd * shrink[:, None], WIDE)
-        page, row, valid = next_page, next_row, next_valid
+    if K_TILES > 0:
+        for i in range(K_TILES):
+            later = split * K_TILES + i + 1
+            # Beyond the share's last tile the next lookup reads nothing.
+            ahead = tl.where(i + 1 < K_TILES, later * KT, K) + tl.arange(0, KT)
+            next_page, next_row, next_valid = _lookup(topk, table, n, slot, ahead, K, table_width, page_bytes, ROWS, PACKED_ROWS)
+            s = tl.zeros([HT, KT], tl.float32)
+            if PARTS == 2:
+                k_even, k_odd = _rows(
+                    pages, main_codes, main_scales, page, row, valid, (1 - part) * BT, PAIRS, KT, BT, PACKED_ROWS, WIDE, PLAIN
+                )
+                s = _multiply(other_even, tl.trans(k_even), s, WIDE)
+                s = _multiply(other_odd, tl.trans(k_odd), s, WIDE)
+            if PACKED_ROWS:
+                k_even, k_odd = fp4_planes(code, e4m3_scale(code_scale), KT, BT, BT // 8, PLAIN)
+                code, code_scale = _row_bytes(
+                    pages, main_codes, main_scales, next_page, next_row, next_valid, own, part * BT, PAIRS, BT
+                )
+            else:
+                k_even, k_odd = _rows(
+                    pages, main_codes, main_scales, page, row, valid, part * BT, PAIRS, KT, BT, PACKED_ROWS, WIDE, PLAIN
+                )
+            s = _multiply(q_even, tl.trans(k_even), s, WIDE)
+            s = _multiply(q_odd, tl.trans(k_odd), s, WIDE)
+            p, shrink, peak, total = _weigh(s, valid, peak, total, scale)
+            p = _as_key(p, WIDE, PLAIN)
+            acc_even = _multiply(p, k_even, acc_even * shrink[:, None], WIDE)
+            acc_odd = _multiply(p, k_odd, acc_odd * shrink[:, None], WIDE)
+            page, row, valid = next_page, next_row, next_valid
     if SPLITS == 1:
         _finish(out, cos, sin, n, head, own, H, acc_even, acc_odd, peak, total, sink, PAIRS, TURNED, PLANAR, WIDE)
     else:
