@@ -1,7 +1,7 @@
 """What a step costs beside the model and the sampler, at 64 running and 1,000 waiting requests: the issue allows 1 ms.
 
-Measured as this thread's processor time, and judged by the tenth step of a hundred from the fastest, so that what else the machine does
-counts little. The forward pass and the choice of tokens are stood in for; all else is the engine's own.
+Measured as this thread's processor time, and judged by the tenth fastest of a hundred steps, so that what else the machine
+does counts little. The forward pass and the choice of tokens are stood in for; all else is the engine's own.
 """
 
 from __future__ import annotations
