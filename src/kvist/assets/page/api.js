@@ -69,9 +69,10 @@ export async function microscope(id, token, signal) {
   return (await post("kvist/microscope", { request_id: id, token }, { signal })).json();
 }
 
-/** The events of a streamed answer, parsed. An error in the stream is thrown; closing the signal ends the request. */
-export async function* stream(path, body, { signal, id }) {
+/** The events of a streamed answer, parsed; `heard` is called when the server has begun. An error in the stream is thrown. */
+export async function* stream(path, body, { signal, id, heard }) {
   const response = await post(path, body, { signal, id });
+  heard();
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const value = JSON.parse(data);

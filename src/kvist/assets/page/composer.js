@@ -149,12 +149,12 @@ export class Composer {
     stop.hidden = !running;
     byId("send").hidden = Boolean(running);
     byId("send").disabled = !model;
-    byId("send").textContent = chat ? "Send" : this.field.value || !turns.length ? "Write on" : "Continue";
+    byId("send").textContent = chat ? "Send" : "Continue";
     if (hadFocus === byId("send") && running) stop.focus();
     else if (hadFocus === stop && !running) this.field.focus();
     this.field.placeholder = chat ? "Message" : turns.length ? "Add text, or let the model continue" : "The beginning of a text";
     byId("composer-label").textContent = chat ? "Message" : "Text to add";
-    byId("composer-hint").textContent = running ? "Esc stops" : chat ? "Enter sends" : "Ctrl+Enter writes on";
+    byId("composer-hint").textContent = running ? "Esc stops" : chat ? "Enter sends" : "Ctrl+Enter continues";
     const refusal = this.refusal();
     this.attach.disabled = Boolean(refusal);
     byId("attach-reason").textContent = refusal;

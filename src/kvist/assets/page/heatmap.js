@@ -4,8 +4,8 @@
 import { binned, lanes, sourceColours } from "./reads.js";
 
 const AXIS = 20;
-const FAINTEST = 0.16;
-const GAMMA = 0.45;
+const FAINTEST = 0.32;
+const GAMMA = 0.42;
 const SMALLEST_VIEW = 24;
 
 /** A CSS colour variable as the theme resolves it now. */

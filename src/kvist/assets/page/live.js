@@ -6,9 +6,9 @@ import { drawing, element } from "./dom.js";
 import { bytes, count, isNumber, percent, seconds } from "./figures.js";
 
 const EVERY_MS = 500;
-const SAMPLES = 90;
-const WIDTH = 160;
-const HEIGHT = 28;
+const SAMPLES = 60;
+const WIDTH = 119;
+const HEIGHT = 20;
 
 export class Live {
   constructor(root) {
@@ -35,6 +35,7 @@ export class Live {
   async finish() {
     clearTimeout(this.timer);
     const id = this.id;
+    if (!id) return;
     await this.look(id);
     if (this.id === id) this.id = null;
   }
@@ -63,7 +64,7 @@ export class Live {
   }
 
   show(figures) {
-    const rate = figures.decode_tokens_per_second;
+    const rate = figures.decode_tokens_per_s;
     if (isNumber(rate) && rate > 0) this.rates = [...this.rates, rate].slice(-SAMPLES);
     const rows = [this.speed(figures), prompt(figures), halves(figures), drafts(figures), cache(figures), tiers(figures)];
     const state = element("p", { class: "state", data: { state: figures.state ?? "" } }, figures.state ?? "");
@@ -72,13 +73,13 @@ export class Live {
   }
 
   speed(figures) {
-    const { prefill_tokens_per_second: prefill, decode_tokens_per_second: decode, queue_seconds: queued } = figures;
+    const { prefill_tokens_per_s: prefill, decode_tokens_per_s: decode, queue_seconds: queued } = figures;
     const words = [
-      isNumber(decode) && decode > 0 && `${count(decode)} tokens/s`,
-      isNumber(prefill) && prefill > 0 && `prompt ${count(prefill)} tokens/s`,
+      isNumber(decode) && `${count(decode)} tokens/s`,
+      isNumber(prefill) && `prompt ${count(prefill)} rows/s`,
       isNumber(queued) && queued >= 0.001 && `${seconds(queued)} in the queue`,
     ].filter(Boolean);
-    return words.length ? fact("Speed", [words.join(" · "), this.line()]) : null;
+    return words.length ? fact("Speed", this.line(), words.join(" · ")) : null;
   }
 
   line() {
@@ -94,8 +95,8 @@ export class Live {
   }
 }
 
-function fact(name, content) {
-  return [element("dt", {}, name), element("dd", {}, content)];
+function fact(name, graphic, words) {
+  return [element("dt", {}, name), element("dd", {}, element("span", { class: "graphic" }, graphic ?? []), element("span", {}, words))];
 }
 
 /** Parts of a whole side by side: [name, value, class]; the words beside it are the text alternative. */
@@ -114,22 +115,24 @@ function prompt({ prompt_tokens: all, cached_tokens: cached = 0, replayed_tokens
   if (!isNumber(all)) return null;
   const kept = Math.max(0, cached - replayed);
   const fresh = isNumber(computed) ? computed : Math.max(0, all - cached);
-  const words = `${count(all)} tokens: ${count(cached)} cached (${count(replayed)} of them replayed), ${count(fresh)} computed`;
-  return fact("Prompt", [bar([["cached", kept, "tone-1"], ["replayed", replayed, "tone-2"], ["computed", fresh, "tone-3"]]), words]);
+  const again = replayed ? ` (${count(replayed)} of them replayed)` : "";
+  const words = `${count(all)} tokens: ${count(cached)} cached${again}, ${count(fresh)} computed`;
+  return fact("Prompt", bar([["cached", kept, "tone-1"], ["replayed", replayed, "tone-2"], ["computed", fresh, "tone-3"]]), words);
 }
 
 function halves(figures) {
-  const sides = [["encoder", figures.encoder_layers, figures.encoder_rows], ["decoder", figures.decoder_layers, figures.decoder_rows]];
+  const sides = ["encoder", "decoder"].map((half) => [half, figures[half]?.layers, figures[half]?.rows]);
   const known = sides.filter(([, layers, rows]) => isNumber(layers) && isNumber(rows));
   if (!known.length) return null;
   const parts = known.map(([name, layers, rows], at) => [name, layers * rows, at ? "tone-1" : "tone-3"]);
-  return fact("Layers run", [bar(parts), known.map(([name, layers, rows]) => `${name} ${count(layers)} × ${count(rows)} rows`).join(", ")]);
+  const words = known.map(([name, layers, rows]) => `${name} ${count(layers)} × ${count(rows)} rows`);
+  return fact("Layers run", bar(parts), words.join(", "));
 }
 
-function drafts({ drafted, accepted }) {
+function drafts({ drafted_tokens: drafted, accepted_tokens: accepted }) {
   if (!isNumber(drafted) || !drafted || !isNumber(accepted)) return null;
   const parts = [["accepted", accepted, "tone-3"], ["refused", drafted - accepted, "tone-1"]];
-  return fact("Drafts", [bar(parts), `${count(accepted)} of ${count(drafted)} drafted tokens accepted, ${percent(accepted / drafted)}`]);
+  return fact("Drafts", bar(parts), `${count(accepted)} of ${count(drafted)} drafted tokens accepted, ${percent(accepted / drafted)}`);
 }
 
 function cache({ cache_bytes_per_token: kinds }) {
@@ -138,12 +141,13 @@ function cache({ cache_bytes_per_token: kinds }) {
   const whole = parts.reduce((sum, [, value]) => sum + value, 0);
   const toned = parts.map(([name, value], at) => [name, value, `tone-${3 - (at % 3)}`]);
   const words = `${bytes(whole)} a token: ${parts.map(([name, value]) => `${spaced(name)} ${bytes(value)}`).join(", ")}`;
-  return fact("Cache", [bar(toned), words]);
+  return fact("Cache", bar(toned), words);
 }
 
-function tiers({ tiers: held }) {
-  const parts = Object.entries(held ?? {}).filter(([, value]) => isNumber(value));
-  return parts.length ? fact("Held in", parts.map(([name, value]) => `${spaced(name)} ${bytes(value)}`).join(", ")) : null;
+function tiers({ cache_bytes_by_tier: held }) {
+  const parts = Object.entries(held ?? {}).filter(([, value]) => isNumber(value) && value > 0);
+  const toned = parts.map(([name, value], at) => [name, value, `tone-${3 - (at % 3)}`]);
+  return parts.length ? fact("Held in", bar(toned), parts.map(([name, value]) => `${spaced(name)} ${bytes(value)}`).join(", ")) : null;
 }
 
 const spaced = (name) => name.replaceAll("_", " ");

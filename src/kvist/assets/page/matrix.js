@@ -27,7 +27,7 @@ export function roleMark(role, colour) {
 }
 
 /** Names of the layers; a click chooses one. Keyboards choose in the select and the map, so these are no tab stops. */
-export function labels(layers, { placed, height }, colours, choose) {
+export function labels(layers, { placed, captions, height }, colours, choose) {
   const column = element("div", { class: "labels", "aria-hidden": "true", style: { height: `${height}px` } });
   const gutter = drawing("svg", { class: "gutter", width: GUTTER, height });
   for (const { source, readers } of served(layers)) {
@@ -38,6 +38,7 @@ export function labels(layers, { placed, height }, colours, choose) {
     for (const row of rows) gutter.append(drawing("path", { d: `M4 ${middle(row)}h6`, style: { stroke: colour } }));
   }
   column.append(gutter);
+  for (const { top, name } of captions) column.append(element("span", { class: "half", style: { top: `${top}px` } }, `${name} half`));
   layers.forEach((layer, at) => {
     const { top, height: tall } = placed[at];
     const name = element("span", { class: "lane-name", data: { at }, style: { top: `${top}px`, height: `${tall}px` }, onclick: () => choose(at) });
@@ -47,8 +48,9 @@ export function labels(layers, { placed, height }, colours, choose) {
   return column;
 }
 
+/** A column that narrow screens may squeeze. */
 function column(width, { height }) {
-  return drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
+  return drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, preserveAspectRatio: "none", "aria-hidden": "true" });
 }
 
 /** Shares of window, rows and sink. */

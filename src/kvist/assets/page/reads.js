@@ -42,17 +42,23 @@ export function massByPosition(spans, from, to) {
   return far.map((mass, at) => mass + near[at]);
 }
 
-/** Lanes: a layer's top and height in px, with a gap between the halves; `height` is all of them. */
+const CAPTION_PX = 17;
+
+/** Lanes: a layer's top and height in px; before each half's first a line for its name (`captions`); `height` is all of it. */
 export function lanes(layers) {
-  const height = layers.length <= 16 ? 22 : layers.length <= 28 ? 17 : 13;
+  const height = layers.length <= 16 ? 22 : layers.length <= 28 ? 17 : 14;
+  const captions = [];
   let top = 0;
   const placed = layers.map((layer, at) => {
-    if (at && layer.half !== layers[at - 1].half) top += 12;
+    if (layer.half !== layers[at - 1]?.half) {
+      captions.push({ top, name: layer.half });
+      top += CAPTION_PX;
+    }
     const lane = { top, height };
     top += height;
     return lane;
   });
-  return { placed, height: top };
+  return { placed, captions, height: top };
 }
 
 /** "Layers 2 to 5" for each source, with how many layers read it. */
@@ -62,7 +68,7 @@ export function served(layers) {
   return [...by].map(([source, readers]) => ({ source, readers, first: readers[0], last: readers.at(-1) }));
 }
 
-const ROLES = { window: "window only", full: "Full", reindex: "Reindex", reuse: "Reuse" };
+const ROLES = { window: "window", full: "Full", reindex: "Reindex", reuse: "Reuse" };
 
 export const roleName = (layer) => ROLES[layer.role] ?? String(layer.role);
 
@@ -71,12 +77,19 @@ export function describes(layer) {
   if (layer.source === null || layer.source === undefined) return "reads its window only";
   const candidates = layer.candidates_from ?? null;
   const pool = candidates === null || candidates === layer.layer ? "" : `, from candidates of layer ${candidates}`;
-  if (layer.source === layer.layer) return `${roleName(layer)}, makes KV and reads it${pool}`;
-  return `${roleName(layer)} of the KV of layer ${layer.source}${pool}`;
+  if (layer.source === layer.layer) return `${roleName(layer)}: makes KV and an index${layer.keeps_pool ? ", keeps a pool of candidates" : ""}`;
+  const chosen = layer.selection_from ?? layer.layer;
+  const choice = chosen === layer.layer ? "its own choice" : `the choice of layer ${chosen}`;
+  return `${roleName(layer)}: KV of layer ${layer.source}, ${choice}${pool}`;
 }
+
+/** A control token's name without its marks; other tokens as they are. */
+export const shown = (token) => (isControl(token) ? ` ${token.slice(2, -2).replaceAll("▁", " ")} ` : token);
+
+export const isControl = (token) => token.length > 4 && token.startsWith("<｜") && token.endsWith("｜>");
 
 /** The text of positions first..last, cut in the middle of long ones. */
 export function textOf(tokens, first, last) {
-  const text = tokens.slice(first, last + 1).join("");
+  const text = tokens.slice(first, last + 1).map(shown).join("");
   return text.length > 60 ? `${text.slice(0, 28)} … ${text.slice(-28)}` : text;
 }

@@ -92,12 +92,22 @@ export class Reply {
     announce(said(this.cursor));
   }
 
+  /** Choose a token by number; one that shows nothing has no piece and is chosen all the same. */
+  chooseToken(token) {
+    const piece = this.element.querySelector(`.piece[data-token="${token}"]`);
+    if (piece) this.choose(piece);
+    else this.tell(this.body, { token, text: "", said: `token ${token + 1}, which shows nothing` });
+  }
+
+  tell(from, detail) {
+    from.dispatchEvent(new CustomEvent("choose", { bubbles: true, detail: { turn: this.turn, ...detail } }));
+  }
+
   choose(piece) {
     if (!piece) return;
     for (const other of document.querySelectorAll(".piece.chosen")) other.classList.remove("chosen");
     piece.classList.add("chosen");
-    const detail = { turn: this.turn, token: Number(piece.dataset.token), text: piece.textContent, said: said(piece) };
-    piece.dispatchEvent(new CustomEvent("choose", { bubbles: true, detail }));
+    this.tell(piece, { token: Number(piece.dataset.token), text: piece.textContent, said: said(piece) });
   }
 }
 

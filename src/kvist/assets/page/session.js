@@ -1,5 +1,5 @@
 // One conversation with the model: what is asked for, how the stream becomes turns, stopping, editing. Owns the requests'
-// bodies. Tells listeners by events: opened, began, grew, ended, kept. Knows nothing of elements.
+// bodies. Tells listeners by events: opened, began, heard, grew, ended, locked, kept. Knows nothing of elements.
 
 import * as api from "./api.js";
 import { blank } from "./history.js";
@@ -80,8 +80,9 @@ export class Session extends EventTarget {
     this.running = running;
     this.turns.push(turn);
     this.tell("began", { turn });
+    const heard = () => this.tell("heard", { turn });
     try {
-      for await (const chunk of api.stream(path, body, { signal: running.signal, id: turn.request })) this.take(turn, chunk);
+      for await (const chunk of api.stream(path, body, { signal: running.signal, id: turn.request, heard })) this.take(turn, chunk);
     } catch (error) {
       if (running.signal.aborted) turn.reason = "stopped";
       else turn.error = error.message;

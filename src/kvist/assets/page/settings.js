@@ -61,7 +61,7 @@ export class Settings extends EventTarget {
   applyTheme() {
     const { theme } = this.values;
     document.documentElement.dataset.theme = theme;
-    byId("theme").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
+    byId("theme").textContent = { auto: "◐ Auto", light: "○ Light", dark: "● Dark" }[theme];
     byId("theme").setAttribute("aria-label", `Theme: ${theme}. Change`);
   }
 

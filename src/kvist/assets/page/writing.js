@@ -119,6 +119,11 @@ export class Writing {
     return element("div", { class: "editor" }, field, actions);
   }
 
+  /** Choose a token by number. */
+  choose(turn, token) {
+    this.replies.get(turn)?.chooseToken(token);
+  }
+
   began(turn) {
     if (this.session.conversation.mode === "text") {
       this.flow?.isConnected ? this.flow.append(this.reply(turn, true)) : this.draw();
