@@ -96,9 +96,11 @@ class Packed:
         self.entries = unpack_fp8(codes, scales, torch.bfloat16)
         stored = channels + channels // 32
         # Rows of an even number of bytes, as a kernel that reads two codes at a time needs them.
-        self.ring_rows = torch.full((2, self.ring, stored + stored % 2), 255, dtype=torch.uint8)[..., :stored]
+        ring_rows = torch.full((2, self.ring, stored + stored % 2), 255, dtype=torch.uint8)
         for at in range(max(0, position - window), position):
-            self.ring_rows[:, at % self.ring] = torch.cat([codes[:, at], scales[:, at]], -1)
+            ring_rows[:, at % self.ring, :stored] = torch.cat([codes[:, at], scales[:, at]], -1)
+        # A copy of a view would lose the even distance.
+        self.ring_rows = ring_rows.to(DEVICE)[..., :stored]
 
 
 # heads, channels, rows a page, pages, window, selected, splits, parts
@@ -141,7 +143,7 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
     planar = layout == "planar"
     got = attend_packed(
         (torch.cat([q[..., 0::2], q[..., 1::2]], -1) if planar else q).to(DEVICE),
-        WindowRows.of_rows(memory.ring_rows.to(DEVICE), channels),
+        WindowRows.of_rows(memory.ring_rows, channels),
         span.to(DEVICE),
         slots.to(DEVICE),
         memory.pages,
