@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -197,6 +198,51 @@ def test_grammars_hold_beside_free_requests(speculation: str | int, acceptance: 
     assert ends[free].usage.completion_tokens == 20
     if speculation != "off":
         assert sum(end.usage.drafted_tokens for end in ends.values()) > 0
+
+
+def test_a_grammar_behind_a_marker_with_and_without_drafts() -> None:
+    """Free text that must not end (the end's bias would end it at once), a word of it, then the grammar; drafts change nothing."""
+    replies: dict[str | int, list[list[int]]] = {}
+    for speculation in ("off", 5):
+        served = nano_engine(speculation)
+        tokenizer = served.tokenizer
+        assert tokenizer is not None
+        (mark,) = tokenizer.encode(" the")
+        replies[speculation] = []
+        for seed in range(3):
+            request = Request(
+                prompt=tokenizer.encode("The old man looked at the sea, and then he went"),
+                max_tokens=100,
+                grammar=Grammar.regex("[a-z]{2,5}( [a-z]{2,5}){2}"),
+                grammar_after=(mark,),
+                sampling=SamplingParams(temperature=0.8, seed=seed, logit_bias={1: 40.0}),
+            )
+            *made, end = served.generate(request)
+            assert isinstance(end, FinishedEvent)
+            assert (end.reason, end.stop) == ("stop", 1), end
+            tokens = [token for event in made if isinstance(event, TokenEvent) for token in event.tokens]
+            at = tokens.index(mark)
+            assert not any(tokenizer.is_control(token) for token in tokens[:at])
+            assert re.fullmatch("[a-z]{2,5}( [a-z]{2,5}){2}", tokenizer.decode(tokens[at + 1 : -1]))
+            replies[speculation].append(tokens)
+        assert speculation == "off" or served.metrics.drafted_tokens > 0
+    assert replies["off"] == replies[5]
+    assert max(tokens.index(mark) for tokens in replies["off"]) > 0, "some text came before it"
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"grammar_after": (7,)}, "there is no grammar"),
+        ({"grammar_after": (7,) * 65, "grammar": Grammar.regex("a")}, "65 ids, at most 64"),
+        ({"grammar_after": (99_999,), "grammar": Grammar.regex("a")}, "token id 99999"),
+    ],
+)
+def test_a_marker_that_cannot_come_is_refused(wish: dict[str, object], message: str) -> None:
+    served = nano_engine("off")
+    with pytest.raises(ValueError, match=message):
+        served.add(Request(prompt=[40], **wish))  # type: ignore[arg-type]
+    assert served.idle
 
 
 def test_a_grammar_that_nothing_satisfies_is_refused_at_the_door() -> None:

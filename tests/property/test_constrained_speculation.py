@@ -21,6 +21,7 @@ from kvist.text.tokenizer import Tokenizer
 NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
 END = 1
 LIMIT = 48
+LEAD = 5
 GRAMMARS = {
     "schema": Grammar.json_schema(
         {
@@ -45,18 +46,21 @@ def vocabulary(tokenizer: Tokenizer) -> GrammarVocabulary:
     return GrammarVocabulary(tokenizer, [END])
 
 
-def logits_behind(prefix: Sequence[int], size: int) -> Tensor:
-    """Stands for a model: logits that depend on every token before them."""
+def logits_behind(prefix: Sequence[int], size: int, marker: Sequence[int] = ()) -> Tensor:
+    """Stands for a model: logits that depend on every token before them; it says `marker` from its fifth token on."""
     seed = int.from_bytes(hashlib.blake2b(repr(list(prefix)).encode(), digest_size=7).digest(), "little")
     row = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
     row[END] += 4
+    if 0 <= len(prefix) - LEAD < len(marker):
+        row[marker[len(prefix) - LEAD]] += 50
     return row
 
 
 def plain(params: SamplingParams, state: Constraint, size: int) -> list[int]:
     tokens, history = [], History([7])
     while len(tokens) < LIMIT and END not in tokens:
-        choice = choose(logits_behind(tokens, size)[None], [params], [len(tokens)], [history], [state.mask()])[0]
+        row = logits_behind(tokens, size, state.start_after)
+        choice = choose(row[None], [params], [len(tokens)], [history], [state.mask()])[0]
         state.accept(choice.token)
         history.append(choice.token)
         tokens.append(choice.token)
@@ -73,7 +77,8 @@ def speculated(
         drafts = [token if dice.random() < 0.8 else dice.randrange(size) for token in ahead]
         masks = state.masks(drafts)
         drafts = drafts[: len(masks) - 1]
-        rows = torch.stack([logits_behind([*tokens, *drafts[:i]], size) for i in range(len(drafts) + 1)])
+        prefixes = [[*tokens, *drafts[:i]] for i in range(len(drafts) + 1)]
+        rows = torch.stack([logits_behind(prefix, size, state.start_after) for prefix in prefixes])
         positions = range(len(tokens), len(tokens) + len(rows))
         found = choose(rows, [params] * len(rows), positions, [history.ahead(drafts[:i]) for i in range(len(rows))], list(masks))
         for token in drafts:
@@ -104,3 +109,25 @@ def test_speculation_changes_no_token_of_a_constrained_reply(
     assert accepted > 0 or len(truth) < 5
     if truth[-1] == END and name == "schema":
         assert json.loads(tokenizer.decode(truth[:-1]))["kind"] in ("cat", "dog", "crow")
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("marker", ["</think>", "so: ", "</think>\n\n"])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+def test_a_grammar_that_begins_inside_a_block_of_drafts(
+    tokenizer: Tokenizer, vocabulary: GrammarVocabulary, name: str, marker: str, seed: int
+) -> None:
+    """Drafts run over the marker, stop inside it and miss it: the reply is the plain one, free text, marker, then the grammar."""
+    params = SamplingParams(temperature=[0.0, 0.8][seed % 2], seed=seed)
+    size, ids = len(tokenizer) + 24, tokenizer.encode(marker, allow_special=True)
+    made = [Constraint(vocabulary, GRAMMARS[name], start_after=ids) for _ in range(2)]
+    truth = plain(params, made[0], size)
+    tokens, accepted = speculated(params, made[1], size, truth, random.Random(seed))
+    assert tokens[: len(truth)] == truth and len(tokens) - len(truth) <= 5
+    assert accepted > 0
+    assert truth[LEAD : LEAD + len(ids)] == ids
+    assert END not in truth[:LEAD] and not any(tokenizer.is_control(token) for token in truth[:LEAD])
+    behind = Constraint(vocabulary, GRAMMARS[name])
+    for token in truth[LEAD + len(ids) :]:
+        behind.accept(token)
+    assert len(truth) == LIMIT or behind.finished

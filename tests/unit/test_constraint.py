@@ -158,13 +158,17 @@ def test_a_limit_that_only_a_draft_meets_does_not_end_the_reply(
     assert len(state.masks(drafts)) == len(drafts) + 1
 
 
-def test_reasoning_is_free_and_the_grammar_begins_behind_it(tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
+def test_reasoning_is_free_and_the_grammar_follows(tokenizer: Tokenizer, vocabulary: GrammarVocabulary, end: int) -> None:
     mark = tokenizer.special_id("</think>")
-    state = Constraint(vocabulary, Grammar.regex("yes|no"), start_after=mark)
+    state = Constraint(vocabulary, Grammar.regex("yes|no"), start_after=[mark])
+    free = {token for token in range(len(tokenizer)) if not tokenizer.is_control(token)} - {end} | {mark}
     thought, answer = tokenizer.encode("maybe } ["), tokenizer.encode("yes")
     masks = state.masks([*thought, mark, *answer, *thought])
     assert len(masks) == len(thought) + 1 + len(answer) + 1
-    assert all((mask == 0xFF).all() for mask in masks[: len(thought) + 1])
+    assert all(allowed(mask) == free for mask in masks[: len(thought) + 1])
+    assert len(state.masks([thought[0], end, mark])) == 2, "a reply does not end before its grammar has begun"
+    with pytest.raises(GrammarError, match=f"token {end} is not allowed"):
+        state.accept(end)
     plain = Constraint(vocabulary, Grammar.regex("yes|no"))
     assert np.array_equal(masks[len(thought) + 1], plain.mask())
     for token in [*thought, mark, *answer]:
@@ -172,9 +176,35 @@ def test_reasoning_is_free_and_the_grammar_begins_behind_it(tokenizer: Tokenizer
         state.accept(token)
     assert state.complete and state.finished
     state.rollback(len(answer) + 1)
-    assert (state.mask() == 0xFF).all() and not state.complete
+    assert allowed(state.mask()) == free and not state.complete
     state.accept(mark)
     assert np.array_equal(state.mask(), plain.mask())
+
+
+def test_a_marker_of_several_tokens(tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
+    """It overlaps itself, is taken back in the middle, and is not looked for again once the grammar has begun."""
+    a, b, c = tokenizer.encode("abc")[0], tokenizer.encode("x")[0], tokenizer.encode("9")[0]
+    marker = [a, b, a, c]
+    state = Constraint(vocabulary, Grammar.regex("[abx9]{1,40}"), start_after=marker)
+    plain = Constraint(vocabulary, Grammar.regex("[abx9]{1,40}"))
+    way = [a, b, a, b, a, c]
+    masks = state.masks(way)
+    assert [np.array_equal(mask, plain.mask()) for mask in masks] == [False] * 6 + [True]
+    for token in way[:5]:
+        state.accept(token)
+    state.rollback(2)
+    for token in (b, a, c):
+        assert not np.array_equal(state.mask(), plain.mask())
+        state.accept(token)
+    assert np.array_equal(state.mask(), plain.mask())
+    copy = state.fork()
+    for other in (state, copy):
+        other.rollback(1)
+        assert not np.array_equal(other.mask(), plain.mask())
+        other.accept(c)
+        assert np.array_equal(other.mask(), plain.mask())
+    with pytest.raises(ValueError, match="token id 99999"):
+        Constraint(vocabulary, Grammar.regex("a"), start_after=[a, 99999])
 
 
 def nested(depth: int) -> str:

@@ -172,7 +172,9 @@ class Engine:
     def prepare(self, request: Request) -> Job:
         """Check a request and do what needs no engine: buffers, and compiling a grammar, which may take seconds. Any thread."""
         self.check(request)
-        constraint = None if request.grammar is None else Constraint(self._vocabulary(), request.grammar)
+        constraint = None
+        if request.grammar is not None:
+            constraint = Constraint(self._vocabulary(), request.grammar, start_after=request.grammar_after)
         job = Job(-1, request, self.clock())
         job.reply = Reply(request, job.tokens.ids, self.model.config.eos_token_id, self.tokenizer, constraint)
         return job

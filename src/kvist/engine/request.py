@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_IDS = 256
+MAX_MARKER_IDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,12 @@ class Request:
     """One wish. Token ids in, token ids out.
 
     `stop_ids` end a reply as the end token does (unless `ignore_end`); `stops` are texts that end it (the engine then needs a
-    tokenizer; None: none). `grammar`: a `Grammar` that the reply must follow. `priority`: higher goes first and may preempt
-    lower. `tenant` shares the machine fairly; `salt` keeps its cache apart. `deadline_s`: seconds from arrival. `replay` None:
-    the engine's. `speculate` False: never draft. `prompt_logprobs`: score the prompt (all layers run on all its positions), with
-    that many best tokens. `client`: anything, given back. `progress`: what the engine writes to as the request goes on. Raises
-    ValueError for values outside their limits.
+    tokenizer; None: none). `grammar`: a `Grammar` that the reply must follow, or, with `grammar_after`, what comes behind the
+    first time that these ids stand in a row in the reply (the end of reasoning): before it any text may come, and no end.
+    `priority`: higher goes first and may preempt lower. `tenant` shares the machine fairly; `salt` keeps its cache apart.
+    `deadline_s`: seconds from arrival. `replay` None: the engine's. `speculate` False: never draft. `prompt_logprobs`: score
+    the prompt (all layers run on all its positions), with that many best tokens. `client`: anything, given back. `progress`:
+    what the engine writes to as the request goes on. Raises ValueError for values outside their limits.
     """
 
     prompt: Sequence[int] | npt.NDArray[np.int64]
@@ -65,6 +67,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] | None = None
     grammar: Grammar | None = None
+    grammar_after: tuple[int, ...] = ()
     ignore_end: bool = False
     images: tuple[ImageInput, ...] = ()
     replay: Replay | None = None
@@ -90,6 +93,10 @@ class Request:
             raise ValueError(f"deadline_s must be a positive number of seconds, got {self.deadline_s}")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries, at most {MAX_STOP_IDS} are allowed; leave some out")
+        if self.grammar_after and self.grammar is None:
+            raise ValueError(f"grammar_after names ids {self.grammar_after[:8]}, but there is no grammar to begin behind them")
+        if len(self.grammar_after) > MAX_MARKER_IDS:
+            raise ValueError(f"grammar_after has {len(self.grammar_after)} ids, at most {MAX_MARKER_IDS} are allowed; shorten it")
         if self.stops is not None:
             _check_stops(self.stops)
 

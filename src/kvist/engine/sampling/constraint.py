@@ -59,6 +59,16 @@ class GrammarVocabulary:
         self.special_token_ids = [token for token in range(size) if tokenizer.is_control(token)]
         wrapper = library.TokenizerWrapper(self)
         self.compiled = library.LLTokenizer(wrapper, eos_token=list(self.end_ids))
+        self._control = np.zeros(8 * self.mask_bytes, np.bool_)
+        self._control[[*self.special_token_ids, *range(size, 8 * self.mask_bytes), *self.end_ids]] = True
+
+    def free_text(self, marker: Sequence[int]) -> Mask:
+        """uint8 [mask_bytes]: every token of text, and those of `marker`. Raises ValueError for an id that is no token's."""
+        if bad := [token for token in marker if not 0 <= token < len(self.tokens)]:
+            raise ValueError(f"the marker that a grammar waits for has token id {bad[0]}; ids are 0..{len(self.tokens) - 1}")
+        allowed = ~self._control
+        allowed[list(marker)] = True
+        return np.packbits(allowed, bitorder="little")
 
     def __call__(self, text: str) -> list[int]:
         """Ids of a text, for the library."""
@@ -69,14 +79,16 @@ class Constraint:
     """Where one reply stands in its grammar. Not thread-safe; `fork` for copies.
 
     Making one compiles the grammar (up to seconds for hostile ones, with the interpreter's lock released): do it when the
-    request arrives, not in a step. `start_after`: the grammar begins behind the first such token (the mark that ends reasoning);
-    until then everything is allowed. Raises GrammarError, GrammarTooLarge, GrammarUnsatisfiable.
+    request arrives, not in a step. `start_after`: the grammar begins behind the first time that these tokens come in a row (the
+    mark that ends reasoning); until then any text may come, and no control token but the marker's: no reply ends before its
+    grammar has begun. Raises GrammarError, GrammarTooLarge, GrammarUnsatisfiable, ValueError.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, grammar: Grammar, *, start_after: int | None = None) -> None:
-        self.vocabulary, self.grammar, self.start_after = vocabulary, grammar, start_after
+    def __init__(self, vocabulary: GrammarVocabulary, grammar: Grammar, *, start_after: Sequence[int] = ()) -> None:
+        self.vocabulary, self.grammar, self.start_after = vocabulary, grammar, list(start_after)
+        self._free = vocabulary.free_text(self.start_after) if start_after else None
         self._tokens: list[int] = []
-        self._begun = 0 if start_after is None else None  # accepted tokens before the grammar's first
+        self._begun = None if start_after else 0  # accepted tokens before the grammar's first
         self._behind = 0  # end tokens after the grammar's last token, which the stopped matcher does not take
         source = _checked_source(grammar)
         self._matcher = _with_deep_stack(lambda: _compile(vocabulary, source))
@@ -109,7 +121,7 @@ class Constraint:
         k is how many drafts in a row the grammar allows: a draft behind them cannot be accepted, so verify `drafts[:k]` only.
         Raises GrammarError if the grammar runs into a limit.
         """
-        masks = np.full((len(drafts) + 1, self.vocabulary.mask_bytes), 0xFF, np.uint8)
+        masks = np.empty((len(drafts) + 1, self.vocabulary.mask_bytes), np.uint8)
         self._fill(masks[0])
         passed, before = 0, self._tokens.copy()
         try:
@@ -124,9 +136,12 @@ class Constraint:
         return masks[: passed + 1]
 
     def _fill(self, row: Mask) -> None:
-        if self._begun is not None:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._raise_on_error()
+        if self._begun is None:
+            assert self._free is not None
+            row[:] = self._free
+            return
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._raise_on_error()
 
     def accept(self, token: int) -> None:
         """Move past a token. Raises GrammarError, the state unchanged, if the grammar does not allow it."""
@@ -136,13 +151,22 @@ class Constraint:
             )
 
     def _advance(self, token: int) -> bool:
-        if self._begun is not None and not self._matcher.try_consume_tokens([token]):
+        if self._begun is None:
+            return self._advance_freely(token)
+        if not self._matcher.try_consume_tokens([token]):
             self._raise_on_error()
             if not (self._matcher.is_stopped() and token in self.vocabulary.end_ids):
                 return False
             self._behind += 1
         self._tokens.append(token)
-        if self._begun is None and token == self.start_after:
+        return True
+
+    def _advance_freely(self, token: int) -> bool:
+        assert self._free is not None
+        if not (0 <= token < 8 * len(self._free) and self._free[token // 8] >> token % 8 & 1):
+            return False
+        self._tokens.append(token)
+        if self._tokens[-len(self.start_after) :] == self.start_after:
             self._begun = self.accepted
         return True
 
@@ -157,13 +181,14 @@ class Constraint:
                 self._matcher.rollback(inside)
                 self._raise_on_error()
         del self._tokens[self.accepted - count :]
-        if self._begun is not None and self.start_after is not None and self.accepted < self._begun:
+        if self._begun is not None and self.accepted < self._begun:
             self._begun = None
 
     def fork(self) -> Constraint:
         """An independent copy in the same state; the compiled grammar is shared."""
         other = object.__new__(Constraint)
         other.vocabulary, other.grammar, other.start_after = self.vocabulary, self.grammar, self.start_after
+        other._free = self._free
         other._tokens, other._begun, other._behind = self._tokens.copy(), self._begun, self._behind
         other._matcher, other._start = self._matcher.deep_copy(), self._start
         return other
@@ -171,7 +196,7 @@ class Constraint:
     def _restore(self, tokens: list[int]) -> None:
         """Come back from a failed matcher, which cannot go on, by taking the accepted way again from the start."""
         self._matcher = self._start.deep_copy()
-        self._tokens, self._begun, self._behind = [], 0 if self.start_after is None else None, 0
+        self._tokens, self._begun, self._behind = [], None if self.start_after else 0, 0
         for token in tokens:
             self.accept(token)
 
