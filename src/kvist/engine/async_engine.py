@@ -13,11 +13,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from kvist.engine.engine import Engine
 from kvist.engine.errors import EngineStopped
 from kvist.engine.progress import Usage
 from kvist.engine.request import Event, FinishedEvent, Job, Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,22 @@ class AsyncEngine:
                 return tokens, event
             tokens += event.tokens
         raise AssertionError("a request ends with FinishedEvent")
+
+    async def between_steps(self, work: Callable[[Engine], T]) -> T:
+        """What `work` gives, called in the engine's thread between two steps. Raises what it raises, and EngineStopped."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                self._require_running()
+                done.set_result(work(self.engine))
+            except Exception as error:  # noqa: BLE001  # raised where the caller waits
+                done.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(done)
 
     async def close(self) -> None:
         """End all requests as cancelled and the thread with them."""

@@ -70,6 +70,12 @@ class Launched:
     created: int
     tiers: Tiers | None
 
+    @property
+    def list_folder(self) -> Path | None:
+        """Where lists about the stored pages may be kept: the store's folder, if this process may write there."""
+        store = None if self.tiers is None else self.tiers.store
+        return None if store is None or store.read_only else store.folder
+
     async def close(self) -> None:
         """End all requests, then write and close the store."""
         await self.engine.close()

@@ -10,9 +10,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvist.cache.identity import EXACT, Chain, ImageKey, bounded, page_key, root
 from kvist.cache.pool import PagePool
-from kvist.cache.prefix import PrefixIndex, PrefixQuery
+from kvist.cache.prefix import Pin, PrefixIndex, PrefixQuery
 from kvist.cache.record import Buffer, Page
 from kvist.cache.tiers import Tiers
 from kvist.config import LayerPlan
@@ -83,17 +86,27 @@ class Pages:
 
     def enter(self, job: Job) -> None:
         """Begin the job's identity chain with its whole prompt."""
-        salt = job.request.salt
-        if salt not in self._roots:
-            if len(self._roots) >= 1 << 16:
-                self._roots.clear()
-            self._roots[salt] = root(self.fingerprint, self.numerics, salt, self.page_tokens)
-        job.chain = Chain(self._roots[salt], self.page_tokens)
+        job.chain = Chain(self._root(job.request.salt), self.page_tokens)
         spans = sorted(job.request.images, key=lambda image: image.start)
         images = [ImageKey(image.content, image.start, image.tokens) for image in spans]
         job.chain.extend(job.tokens.ids, images)
         job.replay_length = self.accepted(job)
         self._prefetch(job)
+
+    def _root(self, salt: bytes) -> bytes:
+        if salt not in self._roots:
+            if len(self._roots) >= 1 << 16:
+                self._roots.clear()
+            self._roots[salt] = root(self.fingerprint, self.numerics, salt, self.page_tokens)
+        return self._roots[salt]
+
+    def pin(self, ids: npt.NDArray[np.int64], salt: bytes) -> tuple[Pin, list[bytes]]:
+        """Hold the pages in memory that begin with these tokens (no images); the pin, and the keys of its whole pages."""
+        chain = Chain(self._root(salt), self.page_tokens)
+        chain.extend(ids)
+        pin = self.index.pin(PrefixQuery(chain, self._provenance_of(self.replay)))
+        whole = pin.pages[: pin.tokens // self.page_tokens]
+        return pin, [self.index.key_of(page) for page in whole]
 
     def _prefetch(self, job: Job) -> None:
         """Begin to read what only the disk has of the job's prefix, up to the first page that no tier has."""
@@ -116,7 +129,9 @@ class Pages:
 
     def accepted(self, job: Job) -> int:
         """The provenance that a job accepts and gives besides EXACT: the length of its bounded replay."""
-        replay = self.replay if job.request.replay is None else job.request.replay
+        return self._provenance_of(self.replay if job.request.replay is None else job.request.replay)
+
+    def _provenance_of(self, replay: Replay) -> int:
         if replay == "exact":
             return EXACT
         return bounded(self.plan.window if isinstance(replay, str) else replay)

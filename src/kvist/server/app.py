@@ -27,8 +27,9 @@ from kvist.server.protocol.chat import ChatRequest
 from kvist.server.protocol.completions import CompletionRequest, TokenizeRequest
 from kvist.server.protocol.messages import CountRequest, MessagesRequest
 from kvist.server.protocol.microscope import MicroscopeRequest
+from kvist.server.protocol.pins import PinRequest
 from kvist.server.protocol.responses import ResponseRequest
-from kvist.server.routes import chat, completions, files, messages, microscope, responses
+from kvist.server.routes import chat, completions, files, messages, microscope, pins, responses
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, is_loopback
@@ -44,8 +45,9 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
     "/v1/messages/count_tokens": (messages.count, CountRequest),
     "/tokenize": (completions.tokenize, TokenizeRequest),
     "/kvist/microscope": (microscope.look, MicroscopeRequest),
+    "/kvist/pins": (pins.create, PinRequest),
 }
-NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files"))
+NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files", "/kvist/pins"))
 """What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
 FILES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/files"): files.create,
@@ -75,6 +77,8 @@ def create_app(service: Service) -> ASGIApp:
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
     for path, told in (("/kvist/live", microscope.recent), ("/kvist/live/{request_id}", microscope.live)):
         app.add_api_route(path, _bound(service, told), methods=["GET"], name=path)
+    app.add_api_route("/kvist/pins", _bound(service, pins.listed), methods=["GET"], name="GET /kvist/pins")
+    app.add_api_route("/kvist/pins/{name}", _bound(service, pins.delete), methods=["DELETE"], name="DELETE /kvist/pins")
     for method in ("GET", "DELETE"):
         path = "/v1/responses/{number}"
         app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
@@ -92,6 +96,7 @@ def create_app(service: Service) -> ASGIApp:
     gated: ASGIApp = Gate(
         app,
         keys=Keys(key.get_secret_value() for key in settings.api_keys),
+        admins=Keys(key.get_secret_value() for key in settings.admin_keys),
         names=Names(settings.allowed_hosts, settings.allowed_origins, loopback=is_loopback(settings.host)),
         admission=service.admission,
         figures=service.figures,

@@ -24,7 +24,7 @@ class Figures:
         for collector in collectors:
             self.registry.register(collector)
         for name, value in gauges.items():
-            Gauge(f"kvist_server_{name}", name.replace("_", " "), registry=self.registry).set_function(value)
+            self.gauge(name, value)
         self._requests = Counter(
             "kvist_server_requests", "requests that ended", ["route", "method", "status"], registry=self.registry
         )
@@ -45,6 +45,10 @@ class Figures:
         )
         self.prompt = Counter("kvist_server_prompt_tokens", "prompt tokens", registry=self.registry)
         self.reply = Counter("kvist_server_reply_tokens", "reply tokens", registry=self.registry)
+
+    def gauge(self, name: str, value: Callable[[], float]) -> None:
+        """One more figure that is read when it is asked for."""
+        Gauge(f"kvist_server_{name}", name.replace("_", " "), registry=self.registry).set_function(value)
 
     def ended(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count a request. `route` is a route's own path, so that labels stay few."""

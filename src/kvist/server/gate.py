@@ -29,6 +29,7 @@ from kvist.server.tracing import Tracing
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/live", "/health")
+ADMIN_PATHS = "/kvist/pins"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -55,6 +56,11 @@ class Keys:
             said = "a wrong API key" if given else "no API key"
             raise ApiError("invalid_api_key", f"{said}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         return digest.hex()[:12]
+
+
+def tenant_of(key: str) -> str:
+    """The short name under which a key's requests run."""
+    return _digest(key.strip()).hex()[:12]
 
 
 def _digest(key: str) -> bytes:
@@ -95,13 +101,14 @@ class Gate:
         app: ASGIApp,
         *,
         keys: Keys,
+        admins: Keys,
         names: Names,
         admission: Admission,
         figures: Figures,
         places: frozenset[str],
         tracing: Tracing | None = None,
     ) -> None:
-        self._app, self._keys, self._names, self._tracing = app, keys, names, tracing
+        self._app, self._keys, self._admins, self._names, self._tracing = app, keys, admins, names, tracing
         self._admission, self._figures, self._places = admission, figures, places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +159,11 @@ class Gate:
     async def _through(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         self._names.check(headers)
         path = scope["path"]
-        if path not in OPEN_PATHS and not is_page(path):
+        if path.startswith(ADMIN_PATHS):
+            if not self._admins.needed:
+                raise ApiError("admin_only", "set admin_keys to use this route")
+            scope["state"]["tenant"] = self._admins.tenant(headers)
+        elif path not in OPEN_PATHS and not is_page(path):
             scope["state"]["tenant"] = self._keys.tenant(headers)
         with ExitStack() as held:
             if path in self._places and scope["method"] == "POST":

@@ -20,6 +20,7 @@ import uvicorn
 from kvist.server.app import create_app, create_service
 from kvist.server.logs import configure, note
 from kvist.server.patience import patient_protocol
+from kvist.server.routes.pins import from_settings
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, read_settings
@@ -122,20 +123,27 @@ async def _serve(model: str, settings: ServerSettings, bound: socket.socket, tra
     options = LaunchOptions(**{field.name: getattr(settings, field.name) for field in fields(LaunchOptions)})
     launched = await asyncio.to_thread(launch, model, options)
     try:
-        service = create_service(served_model(launched), settings, tracing)
+        service = create_service(served_model(launched, settings.pin_share), settings, tracing)
+        keeping = None
+        if service.pinner is not None:
+            keeping = asyncio.create_task(service.pinner.keep(lambda: from_settings(service)))
         await serve_app(service).serve([bound])
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
     finally:
         await launched.close()
         note("closed")
 
 
-def served_model(launched: Launched) -> Served:
+def served_model(launched: Launched, pin_share: float = 0.25) -> Served:
     """What the routes need of a launched engine."""
     from kvist.engine.anatomy import anatomy
     from kvist.engine.gauges import gauges
     from kvist.engine.launch import image_reader
     from kvist.engine.metrics import collector
     from kvist.engine.microscope import Microscope
+    from kvist.engine.pins import EnginePins
 
     client, engine = launched.engine, launched.engine.engine
     model = engine.model
@@ -158,6 +166,7 @@ def served_model(launched: Launched) -> Served:
         read_image=image_reader(model),
         anatomy=anatomy(engine),
         microscope=Microscope(model, replay=engine.config.replay) if model.embed.weight.device.type == "cpu" else None,
+        pins=EnginePins(client, pin_share, launched.list_folder),
         collectors=(collector(engine.metrics, lambda: gauges(engine)),),
         stopped=stopped,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvist.engine.anatomy import Anatomy
@@ -70,6 +71,50 @@ class Looking(Protocol):
         ...
 
 
+class HeldPrefix(Protocol):
+    """A prefix that is held."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of it that are in memory."""
+        ...
+
+
+class PinHolder(Protocol):
+    """What keeps pages in memory (`engine.pins.EnginePins`)."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the list of pins is kept; None: it ends with the process."""
+        ...
+
+    @property
+    def limit_pages(self) -> int:
+        """Most pages that may be held."""
+        ...
+
+    @property
+    def pages(self) -> int:
+        """Pages that are held."""
+        ...
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that a prefix of so many tokens may take."""
+        ...
+
+    async def hold(self, ids: Sequence[int], salt: bytes) -> Any:
+        """Hold what memory has of these tokens."""
+        ...
+
+    async def release(self, pin: Any) -> None:
+        """Let go of what `hold` gave."""
+        ...
+
+    async def touch(self) -> None:
+        """Say that the pinned pages are wanted."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """A model that is served.
@@ -91,6 +136,7 @@ class Served:
     base: bool = False
     image_token_id: int | None = None
     read_image: Callable[[bytes], ReadImage] | None = None
+    pins: PinHolder | None = None
     collectors: tuple[Any, ...] = ()
     anatomy: Anatomy | None = None
     microscope: Looking | None = None

@@ -22,10 +22,12 @@ from kvist.server.event_stream import EventStream, started
 from kvist.server.fetch import WebPictures
 from kvist.server.figures import Figures
 from kvist.server.files import FileShelf
+from kvist.server.gate import tenant_of
 from kvist.server.generation import Ended, Generation, Piece, Work
 from kvist.server.history import History
 from kvist.server.pictures import Pictures
-from kvist.server.served import Served
+from kvist.server.pinning import Pinner
+from kvist.server.served import PinHolder, Served
 from kvist.server.settings import ServerSettings
 from kvist.server.tracing import Tracing
 from kvist.server.wish import Caller
@@ -121,7 +123,24 @@ class Service:
             retry_after_s=settings.retry_after_s,
             deadline_s=settings.deadline_s,
         )
+        self.pinner = None if served.pins is None else self._made_pinner(served.pins)
         self.names = (settings.model_name or served.name, *settings.model_aliases)
+
+    def _made_pinner(self, holder: PinHolder) -> Pinner:
+        settings = self.settings
+        tenants = [tenant_of(key.get_secret_value()) for key in settings.api_keys] if settings.isolate_keys else []
+        pinner = Pinner(
+            holder,
+            self.served.engine,
+            [tenant.encode() for tenant in dict.fromkeys(tenants)] or [b""],
+            context=self.served.context,
+            deadline_s=settings.deadline_s,
+        )
+        self.figures.gauge("pins", lambda: len(pinner.pins))
+        self.figures.gauge("pinned_pages", lambda: pinner.pages)
+        self.figures.gauge("pinned_pages_limit", lambda: pinner.limit_pages)
+        self.figures.gauge("pinned_tokens", lambda: pinner.tokens)
+        return pinner
 
     async def body(self, request: Request, schema: type[B]) -> B:
         """The request's body, within the server's limits."""

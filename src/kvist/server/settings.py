@@ -32,6 +32,7 @@ class ServerSettings(BaseSettings):
     model_name: str | None = Field(None, description="name that clients give; none: the name of the model's folder")
     model_aliases: list[str] = Field(default_factory=list, description="further names for the same model")
     api_keys: list[SecretStr] = Field(default_factory=list, description="keys that may use the server; none: no key is needed")
+    admin_keys: list[SecretStr] = Field(default_factory=list, description="keys that may use /kvist/pins; none: nobody may")
     open_to_all: bool = Field(False, description="allow an address that is not loopback without keys")
     allowed_hosts: list[str] = Field(default_factory=list, description="names in Host besides the loopback ones; * allows all")
     allowed_origins: list[str] = Field(default_factory=list, description="origins of browser pages that may use the server")
@@ -81,6 +82,8 @@ class ServerSettings(BaseSettings):
     deterministic: bool = Field(False, description="bits independent of batch and chunk")
     expert_budget: str | None = Field(None, description="leave experts and tables in the files; hold at most so much")
     host_cache: str = Field("0", description="host memory for pages that left the device's; 0: none")
+    pins: list[str] = Field(default_factory=list, description="prefixes that stay in memory: texts, or @FILE")
+    pin_share: float = Field(0.25, ge=0, lt=1, description="share of the cache's pages that pins may hold")
     cache_dir: Path | None = Field(None, description="pages on disk; none: the user's cache directory")
     cache_budget: str = Field("4GB", description="bytes on disk for pages; 0 keeps none")
 
@@ -101,7 +104,7 @@ class ServerSettings(BaseSettings):
     def _guard(self) -> ServerSettings:
         if not is_loopback(self.host) and not self.api_keys and not self.open_to_all:
             raise ValueError(f"host {self.host} is reachable from outside: set api_keys, or open_to_all to serve without keys")
-        if any(not key.get_secret_value().strip() for key in self.api_keys):
+        if any(not key.get_secret_value().strip() for key in (*self.api_keys, *self.admin_keys)):
             raise ValueError("an API key is empty; leave it out or give a long random text")
         return self
 

@@ -167,16 +167,17 @@ async def tokenize(service: Service, request: Request) -> JSONResponse:
     body = await service.body(request, TokenizeRequest)
     if body.model is not None:
         service.require_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError("invalid_value", "send prompt or messages, one of the two", param="prompt")
     pictures = service.pictures(request)
-    ids = await service.in_thread(lambda: _ids(service, body, pictures))
+    ids = await service.in_thread(lambda: encoded_ids(service, body, pictures))
     tokens = [service.served.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
     return JSONResponse({"count": len(ids), "max_model_len": service.served.context, "tokens": ids, "token_strs": tokens})
 
 
-def _ids(service: Service, body: TokenizeRequest, pictures: Pictures) -> list[int]:
+def encoded_ids(service: Service, body: TokenizeRequest, pictures: Pictures) -> list[int]:
+    """Ids of a text, or of a chat as its route would encode it. Raises ApiError, ValueError."""
     served, settings = service.served, service.settings
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError("invalid_value", "send prompt or messages, one of the two", param="prompt")
     if body.prompt is not None:
         front = [served.bos_id] if body.add_begin else []
         return [*front, *served.tokenizer.encode(body.prompt)]
