@@ -11,7 +11,7 @@ import pytest
 from kvist.engine.sampling.constraint import Constraint, GrammarVocabulary
 from kvist.engine.sampling.grammar_text import Grammar, GrammarError
 from kvist.server.errors import ApiError
-from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar
+from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar, marker
 from kvist.text import ParsedCall, ToolCall, ToolDefinition, parse
 from kvist.text.marks import DSML, END_THINK
 from kvist.text.tool_text import calls_text
@@ -43,19 +43,24 @@ TOOLS = [
 ]
 
 
-def follows(grammar: Grammar, text: str, *, ended: bool = True) -> bool:
+def state_of(grammar: Grammar, reasoning: bool) -> Constraint:
+    """The grammar as the engine begins with it."""
+    return Constraint(VOCABULARY, grammar, start_after=marker(MARKS) if reasoning else ())
+
+
+def follows(grammar: Grammar, text: str, *, reasoning: bool = False) -> bool:
     """Whether every token of the text, and the end behind it, is allowed."""
-    constraint = Constraint(VOCABULARY, grammar)
-    for token in [*TOKENIZER.encode(text, allow_special=True), *([END_ID] if ended else [])]:
+    constraint = state_of(grammar, reasoning)
+    for token in [*TOKENIZER.encode(text, allow_special=True), END_ID]:
         if not np.unpackbits(constraint.mask(), bitorder="little")[token]:
             return False
         constraint.accept(token)
     return True
 
 
-def walk(grammar: Grammar, seed: int, limit: int = 400) -> str | None:
+def walk(grammar: Grammar, seed: int, reasoning: bool, limit: int = 400) -> str | None:
     """A random text of the grammar; marks are taken where they are allowed, so that it comes to an end."""
-    constraint, rng = Constraint(VOCABULARY, grammar), random.Random(seed)
+    constraint, rng = state_of(grammar, reasoning), random.Random(seed)
     ids: list[int] = []
     closing = TOKENIZER.encode("</")
     for _ in range(limit):
@@ -82,10 +87,10 @@ def as_written(*calls: ToolCall) -> str:
 
 @pytest.mark.parametrize("reasoning", [False, True])
 def test_random_texts_of_forced_calls_are_calls(reasoning: bool) -> None:
-    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=False, reasoning=reasoning)
+    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=False)
     seen = set()
     for seed in range(12):
-        text = walk(grammar, seed)
+        text = walk(grammar, seed, reasoning)
         if text is None:
             continue
         reply = parse(text, reasoning=reasoning)
@@ -107,12 +112,12 @@ def test_random_texts_of_forced_calls_are_calls(reasoning: bool) -> None:
 
 
 def test_the_prompt_format_s_own_spelling_is_allowed() -> None:
-    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=True, reasoning=False)
+    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=True)
     paris = ToolCall(name="weather", arguments='{"city": "Paris </b> é", "unit": "C", "days": 3}')
     text = as_written(paris, ToolCall(name="bare"), paris)
     assert follows(grammar, text)
     assert [call.name for call in parse(text, reasoning=False).tool_calls] == ["weather", "bare", "weather"]
-    single = calls_grammar(TOOLS, MARKS, forced=True, parallel=False, reasoning=False)
+    single = calls_grammar(TOOLS, MARKS, forced=True, parallel=False)
     assert follows(single, as_written(paris))
     assert not follows(single, as_written(paris, paris))
 
@@ -127,21 +132,22 @@ def test_the_prompt_format_s_own_spelling_is_allowed() -> None:
     ],
 )
 def test_calls_against_their_schema_are_not_allowed(arguments: dict[str, object]) -> None:
-    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=True, reasoning=False)
+    grammar = calls_grammar(TOOLS, MARKS, forced=True, parallel=True)
     assert not follows(grammar, as_written(ToolCall(name="weather", arguments=json.dumps(arguments))))
 
 
 def test_free_choice_with_strict_tools() -> None:
     """Text of any kind, or text that ends in calls that follow their schema."""
-    grammar = calls_grammar(TOOLS, MARKS, forced=False, parallel=True, reasoning=True)
+    grammar = calls_grammar(TOOLS, MARKS, forced=False, parallel=True)
     good = as_written(ToolCall(name="weather", arguments='{"city": "Paris", "unit": "C"}'))
     bad = as_written(ToolCall(name="weather", arguments='{"city": "Paris", "unit": "K"}'))
-    assert follows(grammar, "hm</think>just text \n\n<")
-    assert follows(grammar, "hm</think>")
-    assert follows(grammar, f"hm</think>so:{good}")
-    assert follows(grammar, f"</think>{good}")
-    assert not follows(grammar, f"hm</think>so:{bad}")
-    assert not follows(grammar, "never closed")
+    assert follows(grammar, "hm</think>just text \n\n<", reasoning=True)
+    assert follows(grammar, "hm</think>", reasoning=True)
+    assert follows(grammar, f"hm</think>so:{good}", reasoning=True)
+    assert follows(grammar, f"</think>{good}", reasoning=True)
+    assert not follows(grammar, f"hm</think>so:{bad}", reasoning=True)
+    assert not follows(grammar, "never closed", reasoning=True)
+    assert not follows(grammar, f"a call while thinking{good}</think>", reasoning=True)
     assert parse(f"hm</think>so:{good}", reasoning=True).tool_calls == (
         ParsedCall(name="weather", arguments='{"city": "Paris", "unit": "C"}'),
     )
@@ -154,30 +160,30 @@ def test_free_choice_with_strict_tools() -> None:
         (OutputFormat(kind="json_schema", source=True), "[1]", "[1"),
         (OutputFormat(kind="regex", source=r"a/b\/c\d+"), "a/b/c42", "a/b/c"),
         (OutputFormat(kind="regex", source="x\ny"), "x\ny", "x y"),
+        (OutputFormat(kind="lark", source='start: "yes" | "no"'), "yes", "maybe"),
     ],
 )
 def test_formats_with_and_without_reasoning(output: OutputFormat, good: str, bad: str) -> None:
-    plain = format_grammar(output, MARKS, reasoning=False)
-    assert follows(plain, good)
-    assert not follows(plain, bad)
-    behind = format_grammar(output, MARKS, reasoning=True)
-    assert follows(behind, f"thought {bad} {good}</think>{good}")
-    assert not follows(behind, f"thought</think>{bad}")
-    assert not follows(behind, good)
+    grammar = format_grammar(output)
+    assert follows(grammar, good)
+    assert not follows(grammar, bad)
+    assert follows(grammar, f"thought {bad} {good}</think>{good}", reasoning=True)
+    assert not follows(grammar, f"thought</think>{bad}", reasoning=True)
+    assert not follows(grammar, good, reasoning=True)
 
 
 def test_what_cannot_be_made() -> None:
-    with pytest.raises(ApiError, match="switch thinking off"):
-        format_grammar(OutputFormat(kind="lark", source='start: "a"'), MARKS, reasoning=True)
     with pytest.raises(ApiError, match="tokenizer has no"):
-        calls_grammar(TOOLS, {}, forced=True, parallel=True, reasoning=False)
+        calls_grammar(TOOLS, {}, forced=True, parallel=True)
+    with pytest.raises(ApiError, match="tokenizer has no '</think>'"):
+        marker({})
     with pytest.raises(GrammarError, match="JSON object"):
-        format_grammar(OutputFormat(kind="json_schema", source=[1]), MARKS, reasoning=True)
+        Constraint(VOCABULARY, format_grammar(OutputFormat(kind="json_schema", source=[1])))
 
 
 def test_a_client_cannot_loosen_white_space() -> None:
-    """Our bound on white space stands behind what a schema says."""
+    """Our bound on white space stands above what a schema says."""
     schema = {"type": "object", "x-guidance": {"whitespace_pattern": "[ ]*"}}
-    source = format_grammar(OutputFormat(kind="json_schema", source=schema), MARKS, reasoning=True).source
-    assert source.count("x-guidance") == 1
-    assert "{0,32}" in source
+    grammar = format_grammar(OutputFormat(kind="json_schema", source=schema))
+    assert follows(grammar, "{" + " " * 32 + "}")
+    assert not follows(grammar, "{" + " " * 33 + "}")

@@ -1,7 +1,8 @@
 """Grammars that a request asks for: response formats, and tool calls in the markup of the prompt format.
 
-Owns how reasoning stands before them. Writes llguidance's Lark dialect, where `<[7]>` is the control token of id 7. Must not
-know requests or HTTP. Source: facts section 12 for the markup; bug case PAR-05 for the JSON form of a call.
+Writes llguidance's Lark dialect, where `<[7]>` is the control token of id 7. They say nothing of reasoning: where a reply begins
+with it, the engine lets them begin behind it (`marker`). Must not know requests or HTTP. Source: facts section 12 for the markup;
+bug case PAR-05 for the JSON form of a call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from kvist.text.marks import BAR, CALLS, DSML, END_THINK, INVOKE, PARAMETER
 from kvist.text.messages import qualified_name
 
 _TIGHT = {"whitespace_flexible": False}
-_SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
-_ANY_TEXT = "/(?s:.*)/"
 _BOUNDED_STRING_KEYS = ("pattern", "format", "minLength", "maxLength")
 
 
@@ -31,23 +30,16 @@ class OutputFormat:
     source: Any
 
 
-def format_grammar(output: OutputFormat, marks: Mapping[str, int], *, reasoning: bool) -> Grammar:
-    """The grammar of a reply of this format; with `reasoning` free text and the mark that ends it come first."""
-    if not reasoning:
-        if output.kind == "json_schema":
-            return Grammar.json_schema(output.source)
-        return Grammar.regex(output.source) if output.kind == "regex" else Grammar.lark(output.source)
-    if output.kind == "lark":
-        raise ApiError(
-            "invalid_grammar",
-            "a Lark grammar cannot be joined with reasoning; switch thinking off, or use a JSON schema or a regular expression",
-            param="response_format",
-        )
-    if output.kind == "regex":
-        body = f"/{_slashes(output.source)}/"
-    else:
-        body = _json_rule(output.source, _SPACED)
-    return Grammar.lark(f"start: THOUGHT {_control(marks, END_THINK)} answer\nanswer: {body}\nTHOUGHT: {_ANY_TEXT}\n")
+def format_grammar(output: OutputFormat) -> Grammar:
+    """The grammar of content of this format. Raises GrammarError."""
+    if output.kind == "json_schema":
+        return Grammar.json_schema(output.source)
+    return Grammar.regex(output.source) if output.kind == "regex" else Grammar.lark(output.source)
+
+
+def marker(marks: Mapping[str, int]) -> tuple[int, ...]:
+    """The ids behind which a grammar begins where a reply starts with reasoning. Raises ApiError for a model without them."""
+    return (_mark(marks, END_THINK),)
 
 
 def needs_call_grammar(tools: Sequence[ToolDefinition], strict: frozenset[str], kind: str, parallel: bool) -> bool:
@@ -55,21 +47,15 @@ def needs_call_grammar(tools: Sequence[ToolDefinition], strict: frozenset[str], 
     return kind == "auto" and bool(tools) and (bool(strict) or not parallel)
 
 
-def calls_grammar(
-    tools: Sequence[ToolDefinition], marks: Mapping[str, int], *, forced: bool, parallel: bool, reasoning: bool
-) -> Grammar:
+def calls_grammar(tools: Sequence[ToolDefinition], marks: Mapping[str, int], *, forced: bool, parallel: bool) -> Grammar:
     """A reply that calls `tools` by their schemas. `forced`: nothing but calls; else free text that may end in calls."""
-    dsml = _control(marks, DSML)
+    dsml = f"<[{_mark(marks, DSML)}]>"
     rules = [_call_rule(number, tool, dsml) for number, tool in enumerate(tools)]
     names = " | ".join(f"call_{number}" for number in range(len(tools)))
     many = "+" if parallel else ""
     block = f'{dsml} {_quoted(f"{CALLS}>" + chr(10))} call{many} "</" {dsml} {_quoted(f"{CALLS}>")}'
-    before = f"THOUGHT {_control(marks, END_THINK)} " if reasoning else ""
-    if forced:
-        start = f"start: {before}{_quoted(chr(10) * 2 + '<')} {block}"
-    else:
-        start = f"start: {before}TEXT | {before}TEXT_BEFORE {block}"
-    lexemes = [f"TEXT: {_ANY_TEXT}", r"TEXT_BEFORE: /(?s:.*)\n\n</", f"THOUGHT: {_ANY_TEXT}", r"VALUE: /(?s:.*)<\//"]
+    start = f"start: {_quoted(chr(10) * 2 + '<')} {block}" if forced else f"start: TEXT | TEXT_BEFORE {block}"
+    lexemes = ["TEXT: /(?s:.*)/", r"TEXT_BEFORE: /(?s:.*)\n\n</", r"VALUE: /(?s:.*)<\//"]
     used = [lexeme for lexeme in lexemes if any(lexeme.split(":")[0] in line.split() for line in [start, *_lines(rules)])]
     return Grammar.lark("\n".join([start, f"call: {names}", *rules, *used, ""]))
 
@@ -88,7 +74,7 @@ def _call_rule(number: int, tool: ToolDefinition, dsml: str) -> str:
     extra: list[str] = []
     if not _has_plain_parameters(schema):
         body = [f"object_{number}", '"\\n"']
-        extra = [f"object_{number}: {_json_rule(schema, _TIGHT)}"]
+        extra = [f"object_{number}: {_json_rule(schema)}"]
     else:
         needed = set(schema.get("required", ()))
         for at, (key, value) in enumerate(schema.get("properties", {}).items()):
@@ -111,7 +97,7 @@ def _parameter_rules(rule: str, name: str, schema: Any, dsml: str) -> list[str]:
         return [f"{head} ({' | '.join(_quoted(choice + '</') for choice in choices)}) {closing}"]
     if is_text:
         return [f"{head} VALUE {closing}"]
-    return [f'{head} {rule}_json "</" {closing}', f"{rule}_json: {_json_rule(schema, _TIGHT)}"]
+    return [f'{head} {rule}_json "</" {closing}', f"{rule}_json: {_json_rule(schema)}"]
 
 
 def _has_plain_parameters(schema: Mapping[str, Any]) -> bool:
@@ -143,38 +129,24 @@ def _is_free_text(schema: Any) -> bool:
     return not any(key in schema for key in (*_BOUNDED_STRING_KEYS, "enum", "const", "anyOf", "oneOf", "allOf", "not"))
 
 
-def _json_rule(schema: Any, guidance: Mapping[str, Any]) -> str:
-    """`%json` with the white space that we allow. A schema that is no object or true is refused by the compiler, by name."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"the schema is no JSON: {error}; send a JSON object") from error
+def _json_rule(schema: Any) -> str:
+    """`%json` without white space. A schema that is no object or true is refused by the compiler, by name."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise GrammarError(f"a schema is a JSON object, got {type(schema).__name__}; wrap it")
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': guidance})}"
+        return f"%json {json.dumps({**schema, 'x-guidance': _TIGHT})}"
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is no JSON: {error}; flatten or correct it") from error
 
 
-def _control(marks: Mapping[str, int], mark: str) -> str:
+def _mark(marks: Mapping[str, int], mark: str) -> int:
     if mark not in marks:
         raise ApiError("invalid_grammar", f"this model's tokenizer has no {mark!r}, so that such a reply cannot be forced")
-    return f"<[{marks[mark]}]>"
+    return marks[mark]
 
 
 def _quoted(text: str) -> str:
     """A Lark string literal: JSON's escapes are its escapes too."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _slashes(pattern: str) -> str:
-    """A regular expression between slashes: those in it that are not escaped become so, and line ends their escapes."""
-    shown, escaped = [], False
-    for character in pattern:
-        shown.append("\\/" if character == "/" and not escaped else character)
-        escaped = character == "\\" and not escaped
-    return "".join(shown).replace("\n", "\\n").replace("\r", "\\r")

@@ -6,16 +6,17 @@ know HTTP or JSON bodies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from kvist.engine.replay import Replay
 from kvist.engine.request import ImageInput, Request
+from kvist.engine.sampling.grammar_text import Grammar
 from kvist.engine.sampling.params import SamplingParams
 from kvist.server.errors import ApiError
 from kvist.server.generation import Work
-from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar, needs_call_grammar
+from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar, marker, needs_call_grammar
 from kvist.server.served import ReadImage, Served
 from kvist.server.token_text import turn_ids
 from kvist.text import EncodedPrompt, Message, PromptError, TokenizerError, ToolDefinition, encode_chat
@@ -64,13 +65,16 @@ def chat_work(served: Served, wish: ChatWish, caller: Caller, default_max_tokens
     ids, images = with_images(served, prompt)
     max_tokens = wanted_tokens(served, len(ids), wish.max_tokens, default_max_tokens)
     engine_stops = wish.stops if not prompt.in_reasoning and not tools else ()
+    marks = {mark: served.tokenizer.special_id(mark) for mark in (DSML, END_THINK) if served.tokenizer.has_special(mark)}
+    grammar = _grammar(wish, marks)
     request = Request(
         prompt=ids,
         max_tokens=max_tokens,
         sampling=wish.sampling,
         stop_ids=turn_ids(served.tokenizer),
         stops=engine_stops or None,
-        grammar=_grammar(served, wish, prompt.in_reasoning),
+        grammar=grammar,
+        grammar_after=marker(marks) if grammar is not None and prompt.in_reasoning else (),
         images=images,
         replay=wish.replay,
         tenant=caller.tenant,
@@ -147,8 +151,7 @@ def wanted_tokens(served: Served, prompt_tokens: int, wanted: int | None, defaul
     return min(default, left) if wanted is None else wanted
 
 
-def _grammar(served: Served, wish: ChatWish, reasoning: bool) -> Any:
-    marks = {mark: served.tokenizer.special_id(mark) for mark in (DSML, END_THINK) if served.tokenizer.has_special(mark)}
+def _grammar(wish: ChatWish, marks: Mapping[str, int]) -> Grammar | None:
     forced = wish.choice.kind in ("required", "named")
     if forced and not wish.tools:
         raise ApiError("invalid_value", "tool_choice asks for a call, but there are no tools; send tools", param="tool_choice")
@@ -162,5 +165,5 @@ def _grammar(served: Served, wish: ChatWish, reasoning: bool) -> Any:
                 "conflicting_fields", "strict tools or single calls and a response format exclude each other; leave one out"
             )
         chosen = [tool for tool in wish.tools if wish.choice.kind != "named" or tool.name == wish.choice.name]
-        return calls_grammar(chosen, marks, forced=forced, parallel=wish.choice.parallel, reasoning=reasoning)
-    return None if wish.format is None else format_grammar(wish.format, marks, reasoning=reasoning)
+        return calls_grammar(chosen, marks, forced=forced, parallel=wish.choice.parallel)
+    return None if wish.format is None else format_grammar(wish.format)
