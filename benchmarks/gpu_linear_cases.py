@@ -58,7 +58,7 @@ def case(name: str, shape: tuple[int, int, int], rows: int) -> TimedCase:
     floor = floor_us(nbytes, flops)
     calls = calls_for(floor)
     count = min(calls, copies_for(outputs * inputs)) if rows <= 64 else 2
-    x = random_rows(rows, groups * inputs, 1)
+    x = random_rows(rows * groups, inputs, 1).view(rows, -1)
     items = [(x, random_panels("fp8", outputs, inputs, seed=seed)) for seed in range(count)]
     default = cut_for(rows, items[0][1], groups)
     runs = {"kvist": call(groups, default)} | {str(tuple(cut)): call(groups, cut) for cut in CUTS.get(rows, [])}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",

@@ -99,7 +99,7 @@ def test_streams_and_routing(n: int) -> None:
         pass_gpu(y, x, mix, *weights, iterations=20, hc_eps=1e-6, norm_eps=1e-20, quantised=True)
         leave_gpu(y, x, mix)
         route_gpu(rows(n, D), rows(384, D), bias, bias, text, k=6, temperature=1.0, normalise=True, scale=1.5)
-    assert [kernel.local_bytes for kernel in built] == [0, 0, 0]
+    assert [kernel.local_bytes for kernel in built] == [0] * 5
 
 
 def test_rows() -> None:

@@ -56,19 +56,21 @@ def operand(x, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _factor(scales, RUN: tl.constexpr, BIAS: tl.constexpr, PLAIN: tl.constexpr):
-    """Byte RUN of each word as the power of two of its scale and 2^BIAS: the exponent field is scale + BIAS."""
-    exponent = ((scales >> (8 * RUN)) & 255) + BIAS
+def _factor(exponents, RUN: tl.constexpr, PLAIN: tl.constexpr):
+    """Byte RUN of each word is the exponent field of a power of two."""
     if PLAIN:
-        return (exponent << 23).to(tl.float32, bitcast=True)
-    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return (((exponents >> (8 * RUN)) & 255) << 23).to(tl.float32, bitcast=True)
+    bits = exponents << 7 if RUN == 0 else exponents >> (8 * RUN - 7)
+    return (bits & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def fp4_values(word, scales, PLAIN: tl.constexpr):
     """Words [N,32] of four codes and scales [N,1] -> values of the four runs. A code's bits are its value times 2^-126."""
-    f0, f1 = _factor(scales, 0, 126, PLAIN), _factor(scales, 1, 126, PLAIN)
-    f2, f3 = _factor(scales, 2, 126, PLAIN), _factor(scales, 3, 126, PLAIN)
+    # Scales are at most 2^1 (128): no byte overflows into the next.
+    scales += 0x7E7E7E7E
+    f0, f1 = _factor(scales, 0, PLAIN), _factor(scales, 1, PLAIN)
+    f2, f3 = _factor(scales, 2, PLAIN), _factor(scales, 3, PLAIN)
     if PLAIN:
         w = word.to(tl.int32)
         b0 = w & 0x81C0
@@ -144,8 +146,8 @@ def panel_product(acc, codes, scales, x, row, alive, first, STEPS: tl.constexpr,
         else:
             # Both runs of an output's block are two bytes of one word.
             part = r % 2 if PAIRED else r // 32
-            pair = (tl.load(scales + at) >> (16 * part))[:, None]
-            w0, w1 = fp8_values(word, _factor(pair, 0, 120, PLAIN), _factor(pair, 1, 120, PLAIN), PLAIN)
+            pair = ((tl.load(scales + at) + 0x78787878) >> (16 * part))[:, None]
+            w0, w1 = fp8_values(word, _factor(pair, 0, PLAIN), _factor(pair, 1, PLAIN), PLAIN)
             acc = tl.dot(w0, x0, acc)
             acc = tl.dot(w1, x1, acc)
     return acc

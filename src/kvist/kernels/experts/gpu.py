@@ -26,19 +26,22 @@ SMALL_PLAN = 512
 """Choices up to which one program makes the plan."""
 DECODE_ROWS = 64
 """Rows up to which tiles are narrow (reading weights is what costs); above, tiles are wide (multiplying is)."""
+MOST_PARTS = 16
+"""Parts of the inputs at most: their sums are added one after the other."""
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: rows a tile, panels a program, warps, pipeline stages."""
+    """How a launch is cut: rows a tile, panels a program, warps, pipeline stages; inputs in parts if programs are fewer."""
 
     tile: int
     panels: int
     warps: int
     stages: int
+    programs: int = 0
 
 
-DECODE = Shape(8, 1, 4, 4)
-PREFILL = Shape(128, 2, 8, 3)
+DECODE = Shape(8, 2, 4, 4, 864)
+PREFILL = Shape(256, 2, 8, 3)
 
 
 class GpuBank(ResidentBank):
@@ -103,9 +106,9 @@ def _make_plan(ids, head, expert, first, rows, order, need, N, E, S: tl.constexp
 
 
 @triton.jit
-def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order, limit, S: tl.constexpr, K: tl.constexpr,
-             R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, FP4: tl.constexpr, QUANTISE: tl.constexpr,
-             PLAIN: tl.constexpr):  # fmt: skip
+def _gate_up(x, codes, scales, weights, hidden, sums, arrived, head, expert, first, rows, order, limit, S: tl.constexpr,
+             K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, PARTS: tl.constexpr, FP4: tl.constexpr,
+             QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     if tile >= tl.load(head):
         return
@@ -120,10 +123,27 @@ def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order
     # Plans of one row list its ids as they are: a choice of none arrives, and computes nothing.
     alive = listed & (which >= 0)
     panel = (tl.maximum(which, 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    STEPS: tl.constexpr = CHUNKS // PARTS
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x, (choice // S).to(tl.int64) * K, alive,
-        0, CHUNKS, K, N, FP4, True, PLAIN,
+        tl.program_id(2) * STEPS, STEPS, K, N, FP4, True, PLAIN,
     )  # fmt: skip
+    if PARTS > 1:
+        o = tl.program_id(0) * N + tl.arange(0, N)
+        place = sums + (choice * PARTS).to(tl.int64)[None, :] * R + o[:, None]
+        inside = alive[None, :] & (o < R)[:, None]
+        tl.store(place + tl.program_id(2) * R, acc, mask=inside)
+        # A release that covers the whole program's stores, then an acquire before others' stores are read.
+        tl.debug_barrier()
+        counter = arrived + tile * tl.num_programs(0) + tl.program_id(0)
+        before = tl.atomic_add(counter, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before != PARTS - 1:
+            return
+        tl.store(counter, 0)
+        acc = tl.zeros([N, T], tl.float32)
+        for part in tl.static_range(PARTS):
+            acc += tl.load(place + part * R, mask=inside, other=0.0, cache_modifier=".cg")
     gate, up = tl.split(tl.permute(tl.reshape(rounded(acc, PLAIN), (N // 2, 2, T)), (0, 2, 1)))
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -138,8 +158,8 @@ def _gate_up(x, codes, scales, weights, hidden, head, expert, first, rows, order
 
 @triton.jit
 def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, rows, order, need, N_ROWS, S: tl.constexpr,
-          K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, FP4: tl.constexpr, ADD: tl.constexpr,
-          MOST: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+          K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, PARTS: tl.constexpr, FP4: tl.constexpr,
+          ADD: tl.constexpr, MOST: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     N: tl.constexpr = 64 * PANELS
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
@@ -161,27 +181,33 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
     # Plans of one row list its ids as they are: a choice of none arrives, and computes nothing.
     alive = listed & (which >= 0)
     panel = (tl.maximum(which, 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+    STEPS: tl.constexpr = CHUNKS // PARTS
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
-        0, CHUNKS, K, N, FP4, False, PLAIN,
+        tl.program_id(2) * STEPS, STEPS, K, N, FP4, False, PLAIN,
     )  # fmt: skip
-    place = choice.to(tl.int64)[None, :] * R + d[:, None]
-    tl.store(each + place, rounded(acc, PLAIN).to(each.dtype.element_ty), mask=alive[None, :] & (d < R)[:, None])
+    # Whole sums are rounded as the release does; parts of sums are float32 until they are whole.
+    value = rounded(acc, PLAIN) if PARTS == 1 else acc
+    place = (choice * PARTS + tl.program_id(2)).to(tl.int64)[None, :] * R + d[:, None]
+    tl.store(each + place, value.to(each.dtype.element_ty), mask=alive[None, :] & (d < R)[:, None])
     if ADD:
         row = choice // S
         # A release that covers the whole program's stores, then an acquire before others' stores are read.
         tl.debug_barrier()
         counter = arrived + row * tl.num_programs(0) + tl.program_id(0)
         before = tl.atomic_add(counter, 1, mask=listed, sem="acq_rel")
-        last = listed & (before == tl.load(need + row, mask=listed, other=0) - 1)
+        last = listed & (before == tl.load(need + row, mask=listed, other=0) * PARTS - 1)
         tl.debug_barrier()
         if tl.max(last.to(tl.int32), 0) == 1:
             total = tl.zeros([N, T], tl.float32)
             for slot in tl.static_range(S):
                 there = last & (tl.load(ids + row * S + slot, mask=last, other=-1) >= 0)
-                place = (row * S + slot).to(tl.int64)[None, :] * R + d[:, None]
-                total += tl.load(each + place, mask=there[None, :] & (d < R)[:, None], other=0.0,
-                                 cache_modifier=".cg").to(tl.float32)  # fmt: skip
+                source = each + ((row * S + slot) * PARTS).to(tl.int64)[None, :] * R + d[:, None]
+                inside = there[None, :] & (d < R)[:, None]
+                value = tl.load(source, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                for part in tl.static_range(1, PARTS):
+                    value += tl.load(source + part * R, mask=inside, other=0.0, cache_modifier=".cg")
+                total += rounded(value, PLAIN)
             tl.store(out + row.to(tl.int64)[None, :] * R + d[:, None], total, mask=last[None, :] & (d < R)[:, None])
             tl.store(counter, tl.zeros([T], tl.int32), mask=last)
 
@@ -245,16 +271,27 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     return plan
 
 
+def parts_for(shape: Shape, weight: PanelWeight, tiles: int) -> int:
+    """Parts of the inputs: the largest divisor of the chunks that stays within the programs aimed for."""
+    chunks, blocks = weight.codes.shape[2], triton.cdiv(weight.outputs, 64 * shape.panels)
+    most = min(MOST_PARTS, shape.programs // (blocks * tiles))
+    return max(part for part in range(1, max(1, most) + 1) if chunks % part == 0)
+
+
 def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeight, limit: float, form: str | None,
                 shape: Shape) -> Tensor:  # fmt: skip
     """Quantised hidden rows of every choice, bfloat16 [N*S, F]; rows of choices that are not in the plan are not written."""
     n, s = weights_NS.shape
     hidden = torch.empty(n * s, weight.outputs // 2, dtype=x_ND.dtype, device=x_ND.device)
-    grid = (triton.cdiv(weight.outputs, 64 * shape.panels), plan.most_tiles)
-    _gate_up[grid](
-        x_ND, weight.codes, weight.scales, weights_NS, hidden, *plan[:5], limit, S=s, K=weight.inputs, R=weight.outputs,
-        T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", QUANTISE=form is not None, PLAIN=PLAIN,
-        num_warps=shape.warps, num_stages=shape.stages,
+    blocks, parts = triton.cdiv(weight.outputs, 64 * shape.panels), parts_for(shape, weight, plan.most_tiles)
+    sums, arrived = hidden, plan.head
+    if parts > 1:
+        sums = torch.empty(n * s, parts, weight.outputs, dtype=torch.float32, device=x_ND.device)
+        arrived = arrivals(weight.codes, blocks * plan.most_tiles)
+    _gate_up[(blocks, plan.most_tiles, parts)](
+        x_ND, weight.codes, weight.scales, weights_NS, hidden, sums, arrived, *plan[:5], limit, S=s, K=weight.inputs,
+        R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", QUANTISE=form is not None,
+        PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return hidden
 
@@ -262,12 +299,15 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
 def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, shape: Shape) -> Tensor:
     """Sum of each row's choices, float32 [N,D]; zero for a row without any."""
     n, s = ids_NS.shape
-    each = torch.empty(n * s, weight.outputs, dtype=hidden.dtype, device=hidden.device)
+    parts = parts_for(shape, weight, plan.most_tiles)
+    each = torch.empty(
+        n * s, parts, weight.outputs, dtype=hidden.dtype if parts == 1 else torch.float32, device=hidden.device
+    )  # fmt: skip
     out = torch.empty(n, weight.outputs, dtype=torch.float32, device=hidden.device)
     panels, add = triton.cdiv(weight.outputs, 64 * shape.panels), n <= DECODE_ROWS
-    _down[(panels, plan.most_tiles + 1)](
+    _down[(panels, plan.most_tiles + 1, parts)](
         hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(weight.codes, n * panels), *plan, n, S=s,
-        K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, FP4=weight.form == "fp4", ADD=add,
+        K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", ADD=add,
         MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if not add:
@@ -277,9 +317,10 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
 
 def shape_for(rows: int, weight: PanelWeight) -> Shape:
     """The cut for a number of rows. Wide programs need whole double panels."""
-    if rows <= DECODE_ROWS:
-        return DECODE
-    return PREFILL if weight.outputs % (64 * PREFILL.panels) == 0 else PREFILL._replace(panels=1, warps=4)
+    shape = DECODE if rows <= DECODE_ROWS else PREFILL
+    if weight.outputs % (64 * shape.panels) == 0:
+        return shape
+    return shape._replace(panels=1, warps=4)
 
 
 def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:

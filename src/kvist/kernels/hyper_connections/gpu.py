@@ -1,9 +1,9 @@
-"""Hyper-connections on a GPU: leaving one sublayer and entering the next in a single pass over the streams.
+"""Hyper-connections on a GPU: leaving one sublayer and entering the next with one pass over the streams.
 
-A program holds T rows and a part of the channels of all streams: it mixes, writes the new streams, collapses them and adds
-its part of the projection and of both sums of squares. The last part of a tile to arrive adds the parts in their order, makes
-the coefficients (Sinkhorn in registers) and norms its rows, which are still in L2. The projection is float32: rows are
-exact in bfloat16 and the weight is cut in three bfloat16 terms (24 bits), so matrix units do it. Must not know layers.
+The first launch holds T rows and a part of the channels of all streams a program: it mixes, writes the new streams and their
+collapse, and adds its part of the projection and of both sums of squares. The second adds the parts in their order: some
+programs norm the collapse, which is still in L2, others make the coefficients (Sinkhorn in registers). The projection is
+float32: rows are exact in bfloat16 and the weight is cut in three bfloat16 terms (24 bits). Must not know layers.
 
 Shapes: N rows, S = 4 streams, D model width, T rows a tile, B channels a step.
 """
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.arrivals import arrivals
 from kvist.kernels.device.gpu import fake_fp8_groups, operand, rounded, sigmoid
 from kvist.kernels.hyper_connections.ref import Mix
 
@@ -28,18 +28,22 @@ LOGITS = 2 * STREAMS + STREAMS * STREAMS
 
 
 class Cut(NamedTuple):
-    """Rows a tile, channels a step, programs to aim for, warps, pipeline stages."""
+    """Of the pass: rows a tile, channels a step, programs to aim for, warps, pipeline stages. Of the end: rows a program that
+    makes coefficients, channels a program that norms.
+    """
 
     tile: int
     step: int
     programs: int
     warps: int
     stages: int
+    rows: int = 1
+    channels: int = 1024
 
 
-ONE = Cut(1, 32, 160, 4, 1)
-FEW = Cut(16, 32, 160, 4, 2)
-MANY = Cut(32, 32, 512, 4, 2)
+ONE = Cut(1, 32, 160, 4, 1, 1, 512)
+FEW = Cut(16, 32, 640, 4, 2)
+MANY = Cut(32, 32, 1024, 8, 2, 4)
 FEW_ROWS = 256
 
 
@@ -55,20 +59,21 @@ def _cut(x, PLAIN: tl.constexpr):
 
 @triton.jit
 def _project(acc, x, fn, stream, d, D, T: tl.constexpr, PLAIN: tl.constexpr):
-    """acc [T,32] += one stream's channels x their part of the weight [24, 4 D]."""
+    """acc [T,32] += one stream's channels x their part of the weight [24, 4 D]; one row: acc [32,B] of products alone."""
     f = tl.arange(0, 32)
     if T == 1:
-        weight = tl.load(fn + f[:, None] * (4 * D) + stream * D + d[None, :], mask=(f < 24)[:, None], other=0.0)
-        return acc + tl.sum(weight * x, 1)[None, :]
-    weight = tl.load(fn + f[None, :] * (4 * D) + stream * D + d[:, None], mask=(f < 24)[None, :], other=0.0)
-    left = operand(x, PLAIN)
-    # Cutting mantissas after 8 bits, three terms hold all 24, and each cut is exact.
-    first, rest = _cut(weight, PLAIN)
-    second, rest = _cut(rest, PLAIN)
-    third, rest = _cut(rest, PLAIN)
-    acc = tl.dot(left, third, acc)
-    acc = tl.dot(left, second, acc)
-    return tl.dot(left, first, acc)
+        acc += x * tl.load(fn + f[:, None] * (4 * D) + stream * D + d[None, :], mask=(f < 24)[:, None], other=0.0)
+    else:
+        weight = tl.load(fn + f[None, :] * (4 * D) + stream * D + d[:, None], mask=(f < 24)[None, :], other=0.0)
+        left = operand(x, PLAIN)
+        # Cutting mantissas after 8 bits, three terms hold all 24, and each cut is exact.
+        first, rest = _cut(weight, PLAIN)
+        second, rest = _cut(rest, PLAIN)
+        third, rest = _cut(rest, PLAIN)
+        acc = tl.dot(left, third, acc)
+        acc = tl.dot(left, second, acc)
+        acc = tl.dot(left, first, acc)
+    return acc
 
 
 @triton.jit
@@ -77,14 +82,15 @@ def _stream(x, n, alive, stream, d, D):
 
 
 @triton.jit
-def _mixed(y, x0, x1, x2, x3, comb, post, out, n, alive, stream, d, D, PLAIN: tl.constexpr):
+def _column(x, n, alive, width: tl.constexpr, at: tl.constexpr):
+    """One coefficient of every row, [T,1]."""
+    return tl.load(x + n * width + at, mask=alive, other=0.0)[:, None]
+
+
+@triton.jit
+def _mixed(y, x0, x1, x2, x3, c0, c1, c2, c3, post, out, n, alive, stream, d, D, PLAIN: tl.constexpr):
     """One new stream [T,B], written and returned as bfloat16 holds it."""
-    c = comb + n * 16 + stream
-    total = tl.load(c, mask=alive, other=0.0)[:, None] * x0
-    total += tl.load(c + 4, mask=alive, other=0.0)[:, None] * x1
-    total += tl.load(c + 8, mask=alive, other=0.0)[:, None] * x2
-    total += tl.load(c + 12, mask=alive, other=0.0)[:, None] * x3
-    total = rounded(tl.load(post + n * 4 + stream, mask=alive, other=0.0)[:, None] * y + total, PLAIN)
+    total = rounded(post * y + (c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3), PLAIN)
     tl.store(out + n[:, None] * (4 * D) + stream * D + d[None, :], total.to(out.dtype.element_ty), mask=alive[:, None])
     return total
 
@@ -95,21 +101,30 @@ def _pick(x, f, at):
 
 
 @triton.jit
-def _softmax4(a, b, c, d, eps):
+def _reciprocal(x, PLAIN: tl.constexpr):
+    """1 / x within a unit in the last place, for x neither tiny nor huge: one instruction where a division takes eight."""
+    if PLAIN:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _softmax4(a, b, c, d, eps, PLAIN: tl.constexpr):
     highest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - highest), tl.exp(b - highest), tl.exp(c - highest), tl.exp(d - highest)
-    r = 1.0 / ((a + b) + (c + d))
+    r = _reciprocal((a + b) + (c + d), PLAIN)
     return a * r + eps, b * r + eps, c * r + eps, d * r + eps
 
 
 @triton.jit
-def _share4(a, b, c, d, eps):
-    r = 1.0 / ((a + b) + (c + d) + eps)
+def _share4(a, b, c, d, eps, PLAIN: tl.constexpr):
+    r = _reciprocal((a + b) + ((c + d) + eps), PLAIN)
     return a * r, b * r, c * r, d * r
 
 
 @triton.jit
-def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr):
+def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr,
+                  PLAIN: tl.constexpr):  # fmt: skip
     """Sums [T,32] (24 logits, squares of all streams, squares of the collapse) -> the three coefficients, written.
 
     A row's sixteen mixing weights live in one thread, so that balancing them costs no exchange between threads.
@@ -130,23 +145,23 @@ def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm
     p22, p23 = _pick(logits, f, 18), _pick(logits, f, 19)
     p30, p31 = _pick(logits, f, 20), _pick(logits, f, 21)
     p32, p33 = _pick(logits, f, 22), _pick(logits, f, 23)
-    p00, p01, p02, p03 = _softmax4(p00, p01, p02, p03, hc_eps)
-    p10, p11, p12, p13 = _softmax4(p10, p11, p12, p13, hc_eps)
-    p20, p21, p22, p23 = _softmax4(p20, p21, p22, p23, hc_eps)
-    p30, p31, p32, p33 = _softmax4(p30, p31, p32, p33, hc_eps)
-    p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps)
-    p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps)
-    p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps)
-    p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps)
+    p00, p01, p02, p03 = _softmax4(p00, p01, p02, p03, hc_eps, PLAIN)
+    p10, p11, p12, p13 = _softmax4(p10, p11, p12, p13, hc_eps, PLAIN)
+    p20, p21, p22, p23 = _softmax4(p20, p21, p22, p23, hc_eps, PLAIN)
+    p30, p31, p32, p33 = _softmax4(p30, p31, p32, p33, hc_eps, PLAIN)
+    p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps, PLAIN)
+    p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps, PLAIN)
+    p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps, PLAIN)
+    p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps, PLAIN)
     for _ in range(ITERATIONS - 1):
-        p00, p01, p02, p03 = _share4(p00, p01, p02, p03, hc_eps)
-        p10, p11, p12, p13 = _share4(p10, p11, p12, p13, hc_eps)
-        p20, p21, p22, p23 = _share4(p20, p21, p22, p23, hc_eps)
-        p30, p31, p32, p33 = _share4(p30, p31, p32, p33, hc_eps)
-        p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps)
-        p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps)
-        p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps)
-        p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps)
+        p00, p01, p02, p03 = _share4(p00, p01, p02, p03, hc_eps, PLAIN)
+        p10, p11, p12, p13 = _share4(p10, p11, p12, p13, hc_eps, PLAIN)
+        p20, p21, p22, p23 = _share4(p20, p21, p22, p23, hc_eps, PLAIN)
+        p30, p31, p32, p33 = _share4(p30, p31, p32, p33, hc_eps, PLAIN)
+        p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps, PLAIN)
+        p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps, PLAIN)
+        p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps, PLAIN)
+        p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps, PLAIN)
     place = comb + n * 16
     tl.store(place + 0, p00, mask=alive)
     tl.store(place + 1, p01, mask=alive)
@@ -167,76 +182,94 @@ def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm
 
 
 @triton.jit
-def _pass(y, x, old_pre, old_post, old_comb, fn, base, scale, norm, streams, h, quantised, pre, post, comb, parts, arrived,
-          N_ROWS, hc_eps, norm_eps, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr,
-          STEPS: tl.constexpr, ITERATIONS: tl.constexpr, LEAVE: tl.constexpr, ENTER: tl.constexpr, QUANTISE: tl.constexpr,
+def _pass(y, x, old_pre, old_post, old_comb, fn, streams, h, parts, squares, N_ROWS, D: tl.constexpr, T: tl.constexpr,
+          B: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, LEAVE: tl.constexpr, ENTER: tl.constexpr,
           PLAIN: tl.constexpr):  # fmt: skip
-    tile, part = tl.program_id(0), tl.program_id(1)
+    """Parts of tile `program 1`: streams, their collapse `h`, a part's sums: `parts` [N,SPLITS,32], `squares` [N,SPLITS]."""
+    part, tile = tl.program_id(0), tl.program_id(1)
     n = (tile * T + tl.arange(0, T)).to(tl.int64)
     alive = n < N_ROWS
-    acc = tl.zeros([T, 32], tl.float32)
-    squares, collapsed = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
+    if ENTER and not PLAIN:
+        gdc_launch_dependents()
+    if LEAVE:
+        c00, c01 = _column(old_comb, n, alive, 16, 0), _column(old_comb, n, alive, 16, 1)
+        c02, c03 = _column(old_comb, n, alive, 16, 2), _column(old_comb, n, alive, 16, 3)
+        c10, c11 = _column(old_comb, n, alive, 16, 4), _column(old_comb, n, alive, 16, 5)
+        c12, c13 = _column(old_comb, n, alive, 16, 6), _column(old_comb, n, alive, 16, 7)
+        c20, c21 = _column(old_comb, n, alive, 16, 8), _column(old_comb, n, alive, 16, 9)
+        c22, c23 = _column(old_comb, n, alive, 16, 10), _column(old_comb, n, alive, 16, 11)
+        c30, c31 = _column(old_comb, n, alive, 16, 12), _column(old_comb, n, alive, 16, 13)
+        c32, c33 = _column(old_comb, n, alive, 16, 14), _column(old_comb, n, alive, 16, 15)
+        s0, s1 = _column(old_post, n, alive, 4, 0), _column(old_post, n, alive, 4, 1)
+        s2, s3 = _column(old_post, n, alive, 4, 2), _column(old_post, n, alive, 4, 3)
+    if ENTER:
+        p0, p1 = _column(old_pre, n, alive, 4, 0), _column(old_pre, n, alive, 4, 1)
+        p2, p3 = _column(old_pre, n, alive, 4, 2), _column(old_pre, n, alive, 4, 3)
+    acc = tl.zeros([32, B] if T == 1 else [T, 32], tl.float32)
+    length, collapsed = tl.zeros([T, B], tl.float32), tl.zeros([T, B], tl.float32)
     for step in range(STEPS):
         d = (part * STEPS + step) * B + tl.arange(0, B)
         x0, x1 = _stream(x, n, alive, 0, d, D), _stream(x, n, alive, 1, d, D)
         x2, x3 = _stream(x, n, alive, 2, d, D), _stream(x, n, alive, 3, d, D)
         if LEAVE:
             out = tl.load(y + n[:, None] * D + d[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
-            z0 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 0, d, D, PLAIN)
-            z1 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 1, d, D, PLAIN)
-            z2 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 2, d, D, PLAIN)
-            x3 = _mixed(out, x0, x1, x2, x3, old_comb, old_post, streams, n, alive, 3, d, D, PLAIN)
+            z0 = _mixed(out, x0, x1, x2, x3, c00, c10, c20, c30, s0, streams, n, alive, 0, d, D, PLAIN)
+            z1 = _mixed(out, x0, x1, x2, x3, c01, c11, c21, c31, s1, streams, n, alive, 1, d, D, PLAIN)
+            z2 = _mixed(out, x0, x1, x2, x3, c02, c12, c22, c32, s2, streams, n, alive, 2, d, D, PLAIN)
+            x3 = _mixed(out, x0, x1, x2, x3, c03, c13, c23, c33, s3, streams, n, alive, 3, d, D, PLAIN)
             x0, x1, x2 = z0, z1, z2
         if ENTER:
-            one = tl.load(old_pre + n * 4, mask=alive, other=0.0)[:, None] * x0
-            one += tl.load(old_pre + n * 4 + 1, mask=alive, other=0.0)[:, None] * x1
-            one += tl.load(old_pre + n * 4 + 2, mask=alive, other=0.0)[:, None] * x2
-            one += tl.load(old_pre + n * 4 + 3, mask=alive, other=0.0)[:, None] * x3
-            one = rounded(one, PLAIN)
+            one = rounded(p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3, PLAIN)
             tl.store(h + n[:, None] * D + d[None, :], one.to(h.dtype.element_ty), mask=alive[:, None])
-            collapsed += tl.sum(one * one, 1)
-            squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+            collapsed += one * one
+            length += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
             acc = _project(acc, x0, fn, 0, d, D, T, PLAIN)
             acc = _project(acc, x1, fn, 1, d, D, T, PLAIN)
             acc = _project(acc, x2, fn, 2, d, D, T, PLAIN)
             acc = _project(acc, x3, fn, 3, d, D, T, PLAIN)
-    if not ENTER:
-        return
-    f = tl.arange(0, 32)[None, :]
-    sums = tl.where(f == 24, squares[:, None], tl.where(f == 25, collapsed[:, None], acc))
-    place = parts + tile * SPLITS * T * 32 + tl.arange(0, T)[:, None] * 32 + f
-    if SPLITS > 1:
-        tl.store(place + part * T * 32, sums)
-        # A release that covers the whole program's stores, then an acquire before others' stores are read.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
-        tl.debug_barrier()
-        if before != SPLITS - 1:
-            return
-        tl.store(arrived + tile, 0)
+    if ENTER:
+        f = tl.arange(0, 32)[None, :]
+        if T == 1:
+            sums = tl.sum(acc, 1)[None, :]
+        else:
+            sums = acc
+        sums = tl.where(f == 24, tl.sum(length, 1)[:, None], sums)
+        tl.store(parts + (n * SPLITS + part)[:, None] * 32 + f, sums, mask=alive[:, None])
+        tl.store(squares + n * SPLITS + part, tl.sum(collapsed, 1), mask=alive)
+
+
+@triton.jit
+def _end(h, parts, squares, base, scale, norm, quantised, pre, post, comb, N_ROWS, hc_eps, norm_eps, D: tl.constexpr,
+         SPLITS: tl.constexpr, SP: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
+         ITERATIONS: tl.constexpr, QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    """First cdiv(N,T) programs: coefficients of T rows. The others: the norm of W channels of a row."""
+    if not PLAIN:
+        gdc_wait()
+    tiles = tl.cdiv(N_ROWS, T)
+    if tl.program_id(0) < tiles:
+        n = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+        alive = n < N_ROWS
         sums = tl.zeros([T, 32], tl.float32)
         # Many parts in one load: one after the other, each would wait for memory.
-        GROUP: tl.constexpr = 256 if T == 1 else (64 // T if T < 64 else 1)
+        GROUP: tl.constexpr = 256 // T if SP > 256 // T else SP
         these = tl.arange(0, GROUP)[:, None, None]
-        first = parts + tile * SPLITS * T * 32 + tl.arange(0, T)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+        first = parts + (n * SPLITS)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
         for start in tl.static_range(0, SPLITS, GROUP):
             other = start + these
-            sums += tl.sum(tl.load(first + other * T * 32, mask=other < SPLITS, other=0.0, cache_modifier=".cg"), 0)
+            sums += tl.sum(tl.load(first + other * 32, mask=(other < SPLITS) & alive[None, :, None], other=0.0), 0)
+        _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS, PLAIN)
     else:
-        tl.debug_barrier()
-    _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS)
-    factor = 1.0 / tl.sqrt(tl.sum(tl.where(f == 25, sums, 0.0), 1) / D + norm_eps)
-    WIDE: tl.constexpr = B * (4096 // (B * T)) if B * T < 4096 else B
-    for start in range(0, D, WIDE):
-        d = start + tl.arange(0, WIDE)
-        inside = alive[:, None] & (d < D)[None, :]
-        at = n[:, None] * D + d[None, :]
-        one = tl.load(h + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-        one = rounded(one * factor[:, None] * tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None, :], PLAIN)
-        tl.store(h + at, one.to(h.dtype.element_ty), mask=inside)
+        at = tl.program_id(0) - tiles
+        row, d = (at // BLOCKS).to(tl.int64), at % BLOCKS * W + tl.arange(0, W)
+        part, inside = tl.arange(0, SP), d < D
+        one = tl.load(h + row * D + d, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+        total = tl.sum(tl.load(squares + row * SPLITS + part, mask=part < SPLITS, other=0.0), 0)
+        one = rounded(one * (1.0 / tl.sqrt(total / D + norm_eps)) * weight, PLAIN)
+        tl.store(h + row * D + d, one.to(h.dtype.element_ty), mask=inside)
         if QUANTISE:
-            one = tl.reshape(fake_fp8_groups(tl.reshape(one, (T, WIDE // 32, 32)), 2), (T, WIDE))
-            tl.store(quantised + at, one.to(quantised.dtype.element_ty), mask=inside)
+            one = tl.reshape(fake_fp8_groups(tl.reshape(one, (W // 32, 32)), 1), (W,))
+            tl.store(quantised + row * D + d, one.to(quantised.dtype.element_ty), mask=inside)
 
 
 def cut_for(rows: int) -> Cut:
@@ -297,13 +330,19 @@ def pass_gpu(
     after = Mix(*(torch.empty(n, *rest, dtype=torch.float32, device=device) for rest in ((s,), (s,), (s, s))))
     if n:
         cut = cut_for(n) if cut is None else cut
-        (splits, steps), tiles = _splits(cut, n, d), triton.cdiv(n, cut.tile)
-        parts = torch.empty(tiles * splits * cut.tile * 32, dtype=torch.float32, device=device)
-        _pass[(tiles, splits)](
-            y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), base_F,
-            scale_3, norm_D, streams, h, h_quantised, *after, parts, arrivals(fn_FX, tiles), n, hc_eps, norm_eps, D=d,
-            T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, ITERATIONS=iterations, LEAVE=y_ND is not None, ENTER=True,
-            QUANTISE=quantised, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+        splits, steps = _splits(cut, n, d)
+        parts = torch.empty(n * splits * 33, dtype=torch.float32, device=device)
+        squares = parts[n * splits * 32 :]
+        _pass[(splits, triton.cdiv(n, cut.tile))](
+            y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), streams, h,
+            parts, squares, n, D=d, T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, LEAVE=y_ND is not None, ENTER=True,
+            PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        blocks = triton.cdiv(d, cut.channels)
+        _end[(triton.cdiv(n, cut.rows) + n * blocks,)](
+            h, parts, squares, base_F, scale_3, norm_D, h_quantised, *after, n, hc_eps, norm_eps, D=d, SPLITS=splits,
+            SP=triton.next_power_of_2(splits), W=cut.channels, BLOCKS=blocks, T=cut.rows, ITERATIONS=iterations,
+            QUANTISE=quantised, PLAIN=PLAIN, num_warps=4, **({} if PLAIN else {"launch_pdl": True}),
         )  # fmt: skip
     return Entered(streams, h, h_quantised if quantised else None, after)
 
@@ -328,8 +367,8 @@ def leave_gpu(y_ND: Tensor, x_NSD: Tensor, mix: Mix) -> Tensor:
     if n:
         step = 256 if d % 256 == 0 else 64
         post, comb = mix.post_NS.contiguous(), mix.comb_NSS.contiguous()
-        _pass[(n, d // step)](
-            y_ND.contiguous(), x, post, post, comb, *[post] * 4, streams, x, x, *[post] * 5, n, 0.0, 0.0, D=d, T=1, B=step,
-            SPLITS=d // step, STEPS=1, ITERATIONS=1, LEAVE=True, ENTER=False, QUANTISE=False, PLAIN=PLAIN, num_warps=2,
+        _pass[(d // step, n)](
+            y_ND.contiguous(), x, post, post, comb, post, streams, x, post, post, n, D=d, T=1, B=step, SPLITS=d // step,
+            STEPS=1, LEAVE=True, ENTER=False, PLAIN=PLAIN, num_warps=2,
         )  # fmt: skip
     return streams

@@ -1,6 +1,6 @@
-"""Routing on a GPU in one launch: projection, sqrt(softplus), bias, choice and weights.
+"""Routing on a GPU: projection in parts, then sqrt(softplus), bias, choice and weights row by row.
 
-Programs own T rows, a block of experts and a part of the inputs; the last to arrive at a row tile adds the parts in their
+Programs of the first launch own T rows, a block of experts and a part of the inputs; the second adds a row's parts in their
 order and chooses, so bits never depend on timing. bfloat16 products are exact, sums float32. Must not know layers.
 
 Shapes: N rows, D model width, E experts, K chosen, T rows a tile.
@@ -14,14 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.arrivals import arrivals
 from kvist.kernels.device.gpu import operand
+from kvist.kernels.device.order_triton import ordered
 
 PLAIN = interpreted()
 MOST_EXPERTS = 1024
-MOST_PARTS = 16
+MOST_PARTS = 40
 
 
 class Cut(NamedTuple):
@@ -35,9 +36,9 @@ class Cut(NamedTuple):
     stages: int
 
 
-FEW = Cut(16, 32, 64, 128, 8, 4)
-MANY = Cut(16, 64, 64, 0, 8, 3)
-FEW_ROWS = 128
+FEW = Cut(16, 64, 64, 240, 4, 3)
+MANY = Cut(64, 128, 64, 0, 8, 4)
+FEW_ROWS = 256
 
 
 @triton.jit
@@ -50,59 +51,61 @@ def _scores(logits):
 
 
 @triton.jit
-def _route(x, gate, bias_text, bias_image, text, parts, ids, weights, arrived, N_ROWS, temperature, scale, D: tl.constexpr,
-           E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
-           STEP: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
-    tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+def _logits(x, gate, parts, N_ROWS, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
+            SPLITS: tl.constexpr, STEPS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    """A part of the products of T rows and B experts, into `parts` [N,SPLITS,E]."""
+    part, block, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if not PLAIN:
+        gdc_launch_dependents()
     n = (tile * T + tl.arange(0, T)).to(tl.int64)
     alive = n < N_ROWS
     e = block * B + tl.arange(0, B)
     acc = tl.zeros([T, B], tl.float32)
     for step in range(STEPS):
         d = (part * STEPS + step) * STEP + tl.arange(0, STEP)
-        row = tl.load(x + n[:, None] * D + d[None, :], mask=alive[:, None] & (d < D)[None, :], other=0.0)
-        weight = tl.load(gate + e[None, :] * D + d[:, None], mask=(e < E)[None, :] & (d < D)[:, None], other=0.0)
+        row = tl.load(x + n[:, None] * D + d[None, :], mask=alive[:, None], other=0.0)
+        weight = tl.load(gate + e[None, :] * D + d[:, None], mask=(e < E)[None, :], other=0.0)
         acc = tl.dot(operand(row, PLAIN), operand(weight, PLAIN), acc)
-    rows = tile * T + tl.arange(0, T)
-    size = tl.num_programs(0) * T * E
-    tl.store(parts + part * size + rows[:, None] * E + e[None, :], acc, mask=(e < E)[None, :] & alive[:, None])
-    # A release that covers the whole program's stores, then an acquire before others' stores are read.
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
-    tl.debug_barrier()
-    if before == tl.num_programs(1) * SPLITS - 1:
-        tl.store(arrived + tile, 0)
-        expert = tl.arange(0, EP)[None, :]
-        known = expert < E
-        logits = tl.zeros([T, EP], tl.float32)
-        for other in tl.static_range(SPLITS):
-            logits += tl.load(parts + other * size + rows[:, None] * E + expert, mask=known & alive[:, None], other=0.0,
-                              cache_modifier=".cg")  # fmt: skip
-        score = _scores(logits / temperature)
-        is_text = tl.load(text + n, mask=alive, other=0)[:, None] != 0
-        bias = tl.where(
-            is_text, tl.load(bias_text + expert, mask=known, other=0.0), tl.load(bias_image + expert, mask=known, other=0.0)
-        )
-        order = score + bias
-        # A row with a NaN chooses nothing.
-        whole = tl.max((known & (order != order)).to(tl.int32), 1, keep_dims=True) == 0
-        left = known & whole & alive[:, None]
-        chosen = left & (expert < 0)
-        for _ in range(K):
-            best = tl.max(tl.where(left, order, float("-inf")), 1, keep_dims=True)
-            first = tl.min(tl.where(left & (order == best), expert, EP), 1, keep_dims=True)
-            chosen = chosen | (expert == first)
-            left = left & (expert != first)
-        weight = tl.where(chosen, score, 0.0)
-        if NORMALISE:
-            weight = weight / (tl.sum(weight, 1, keep_dims=True) + 1e-20)
-        slot = tl.arange(0, 16)[None, :]
-        empty = (slot < K) & alive[:, None] & (whole == 0)
-        tl.store(ids + n[:, None] * K + slot, tl.zeros([T, 16], tl.int64) - 1, mask=empty)
-        tl.store(weights + n[:, None] * K + slot, tl.zeros([T, 16], tl.float32), mask=empty)
-        place = n[:, None] * K + tl.cumsum(chosen.to(tl.int32), 1) - 1
-        tl.store(ids + place, (expert + tl.zeros([T, EP], tl.int32)).to(tl.int64), mask=chosen)
-        tl.store(weights + place, weight * scale, mask=chosen)
+    tl.store(parts + (n * SPLITS + part)[:, None] * E + e[None, :], acc, mask=(e < E)[None, :] & alive[:, None])
+
+
+@triton.jit
+def _choose(parts, bias_text, bias_image, text, ids, weights, temperature, scale, E: tl.constexpr, EP: tl.constexpr,
+            K: tl.constexpr, NORMALISE: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    """One row."""
+    n = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EP)
+    known = expert < E
+    if tl.load(text + n) != 0:
+        bias = tl.load(bias_text + expert, mask=known, other=0.0)
+    else:
+        bias = tl.load(bias_image + expert, mask=known, other=0.0)
+    if not PLAIN:
+        gdc_wait()
+    logits = tl.zeros([EP], tl.float32)
+    for part in tl.static_range(SPLITS):
+        logits += tl.load(parts + (n * SPLITS + part) * E + expert, mask=known, other=0.0)
+    score = _scores(logits / temperature)
+    order = score + bias
+    # A row with a NaN chooses nothing.
+    whole = tl.max((known & (order != order)).to(tl.int32), 0) == 0
+    # Larger scores first, lower experts first among equals; 0 is nobody.
+    key = (ordered(order, known & whole).to(tl.int64) << 16) | (0xFFFF - expert).to(tl.int64)
+    left = tl.where(known & whole, key, 0)
+    for _ in range(K):
+        best = tl.max(left, 0)
+        left = tl.where(left == best, 0, left)
+    chosen = known & whole & (left == 0)
+    weight = tl.where(chosen, score, 0.0)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    slot = tl.arange(0, 16)
+    empty = (slot < K) & (whole == 0)
+    tl.store(ids + n * K + slot, tl.zeros([16], tl.int64) - 1, mask=empty)
+    tl.store(weights + n * K + slot, tl.zeros([16], tl.float32), mask=empty)
+    place = n * K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids + place, expert.to(tl.int64), mask=chosen)
+    tl.store(weights + place, weight * scale, mask=chosen)
 
 
 def route_gpu(
@@ -137,11 +140,14 @@ def route_gpu(
     tiles, blocks, steps = triton.cdiv(n, cut.tile), triton.cdiv(experts, cut.block), d // cut.step
     most = max(1, cut.programs // (tiles * blocks))
     splits = max(part for part in range(1, min(most, steps, MOST_PARTS) + 1) if steps % part == 0)
-    parts = torch.empty(splits * tiles * cut.tile * experts, dtype=torch.float32, device=x_ND.device)
-    _route[(tiles, blocks, splits)](
-        x_ND.contiguous(), gate_ED.contiguous(), bias_text_E.float(), bias_image_E.float(), text_N.contiguous(), parts, ids,
-        weights, arrivals(gate_ED, tiles), n, temperature, scale, D=d, E=experts, EP=triton.next_power_of_2(experts), K=k,
-        NORMALISE=normalise, T=cut.tile, B=cut.block, STEP=cut.step, SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN,
-        num_warps=cut.warps, num_stages=cut.stages,
+    parts = torch.empty(n * splits * experts, dtype=torch.float32, device=x_ND.device)
+    _logits[(splits, blocks, tiles)](
+        x_ND.contiguous(), gate_ED.contiguous(), parts, n, D=d, E=experts, T=cut.tile, B=cut.block, STEP=cut.step,
+        SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    _choose[(n,)](
+        parts, bias_text_E.float(), bias_image_E.float(), text_N.contiguous(), ids, weights, temperature, scale, E=experts,
+        EP=triton.next_power_of_2(max(experts, 32)), K=k, NORMALISE=normalise, SPLITS=splits, PLAIN=PLAIN, num_warps=2,
+        **({} if PLAIN else {"launch_pdl": True}),
     )  # fmt: skip
     return ids, weights
