@@ -15,6 +15,7 @@ from kvist.engine.engine import Engine
 from kvist.engine.request import Request
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.speculation import FixedPolicy
+from kvist.model.transformer import Transformer
 from tests.equivalence.conftest import toy
 from tests.equivalence.engine_traces import LuckyDrafter, Outcome, Watched, continuation, draw_config, draw_requests, judge
 
@@ -22,10 +23,10 @@ FEW = range(2)
 MANY = range(2, 200)
 
 
-def run_trace(seed: int) -> dict[str, int]:
-    """One trace, judged; what it exercised."""
+def run_trace(seed: int, model: Transformer | None = None) -> dict[str, int]:
+    """One trace, judged, on `model` (None: a toy); what it exercised."""
     rng = random.Random(seed)
-    model = toy(seed % 2, True)
+    model = model or toy(seed % 2, True)
     requests = draw_requests(rng, rng.randrange(3, 7))
     replies = {(r.sampling.seed, *r.prompt): continuation(model, r.prompt, r.max_tokens, r.sampling) for r in requests[:3]}
     config = draw_config(rng)

@@ -103,6 +103,7 @@ class Session:
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         self.model, self.plan, self.chunk, self.ced = model, model.plan, chunk, ced
+        self.device = model.embed.weight.device
         self.memory = memory or DenseMemory(model.config, model.numerics)
         window, layers = self.plan.window, len(self.plan.layers)
         # A draft ring holds `window` entries of the last layers' inputs, one more than the query's own window reaches.
@@ -172,7 +173,8 @@ class Session:
             raise ValueError("this model has no draft blocks")
         positions = torch.tensor([s.computed - 1 for s in sequences])
         slots = [s.slot for s in sequences]
-        return self.model.mtp.forward(torch.tensor(first_ids), positions, slots, self.memory, self.model.embed, self.model.head)
+        first_R = torch.tensor(first_ids, device=self.device)
+        return self.model.mtp.forward(first_R, positions, slots, self.memory, self.model.embed, self.model.head)
 
     @_inference
     def score(self, ids: Tensor, images: tuple[ImageSpan, ...] = ()) -> Tensor:
@@ -204,9 +206,9 @@ class Session:
         text_N = torch.cat([s.text_T[s.computed : s.computed + n] for s, n in zip(sequences, counts, strict=True)])
         features_FD, feature_rows_F = self._features(sequences, counts)
         return Rows(
-            token_ids_N=ids_N,
-            positions_N=positions_N,
-            text_N=text_N,
+            token_ids_N=ids_N.to(self.device),
+            positions_N=positions_N.to(self.device),
+            text_N=text_N.to(self.device),
             segments=segments,
             engram_LNX=self._engram(sequences, [(s.computed, s.computed + n) for s, n in zip(sequences, counts, strict=True)]),
             features_FD=features_FD,
@@ -221,7 +223,8 @@ class Session:
         for sequence, (start, stop) in zip(sequences, ranges, strict=True):
             # An n-gram reaches `reach` tokens back; a barrier is kept by starting there unless the sequence does.
             origin = max(0, start - reach)
-            ids = self.model.engram_ids(sequence.ids_T[origin:stop], sequence.text_T[origin:stop], start - origin)
+            ids_T, text_T = (line_T[origin:stop].to(self.device) for line_T in (sequence.ids_T, sequence.text_T))
+            ids = self.model.engram_ids(ids_T, text_T, start - origin)
             assert ids is not None
             parts.append(ids)
         rows = torch.cat(parts, 1)
@@ -238,7 +241,7 @@ class Session:
                     values.append(image.embeddings_SD[low - image.start : high - image.start])
                     places.append(torch.arange(at + low - start, at + high - start))
             at += count
-        return (torch.cat(values), torch.cat(places)) if values else (None, None)
+        return (torch.cat(values).to(self.device), torch.cat(places).to(self.device)) if values else (None, None)
 
     def _encode(self, sequences: list[Sequence]) -> int:
         counts = [min(self.chunk, len(s) - s.computed) for s in sequences]
@@ -267,9 +270,9 @@ class Session:
         ids_N, positions_N, segments = consecutive_rows(starts)
         late = any(layer >= self.plan.decoder_start for layer in self.model.config.engram_layer_ids)
         rows = Rows(
-            token_ids_N=ids_N,
-            positions_N=positions_N,
-            text_N=torch.cat([s.text_T[len(s) - len(x) :] for s, (x, _) in zip(sequences, tails, strict=True)]),
+            token_ids_N=ids_N.to(self.device),
+            positions_N=positions_N.to(self.device),
+            text_N=torch.cat([s.text_T[len(s) - len(x) :] for s, (x, _) in zip(sequences, tails, strict=True)]).to(self.device),
             segments=segments,
             engram_LNX=self._engram(sequences, [(g.position, g.position + g.length) for g in segments]) if late else None,
         )
@@ -277,7 +280,7 @@ class Session:
         if self.encoder_stop == self.plan.decoder_start:
             flow = self.model.run(flow, rows, self.memory, self.plan.decoder_start, len(self.plan.layers), publish=False)
             self._observe(flow, rows)
-        last_R = torch.tensor([g.start + g.length - 1 for g in segments])
+        last_R = torch.tensor([g.start + g.length - 1 for g in segments], device=self.device)
         return self.model.logits(flow._replace(x_NSD=flow.x_NSD[last_R], pre_NS=flow.pre_NS[last_R]))
 
     def _observe(self, flow: Flow, rows: Rows) -> None:
