@@ -77,7 +77,7 @@ class Captures:
             microscope.look, prompt, output, images=trace.images, replay=trace.replay, proceed=proceed
         )
         try:
-            view = await asyncio.shield(asyncio.wrap_future(self._running))
+            view = await asyncio.wrap_future(self._running)
         except asyncio.CancelledError:
             self._figures.capture("left", time.monotonic() - began)
             raise
@@ -97,11 +97,11 @@ class Captures:
         if not 0 <= token < made:
             so_far = "" if trace.over else " so far"
             raise ApiError("invalid_value", f"token {token} is none of the {made} tokens of the output{so_far}", param="token")
-        position = len(trace.prompt) + token
-        if position > self.limit_tokens:
+        positions = len(trace.prompt) + token
+        if positions > self.limit_tokens:
             raise ApiError(
                 "capture_too_long",
-                f"{position} positions would have to run again, at most {self.limit_tokens} may (microscope_context); "
+                f"{positions} positions would have to run again, at most {self.limit_tokens} may (microscope_context); "
                 "choose an earlier token or a shorter request",
                 param="token",
             )

@@ -21,7 +21,7 @@ RECORD_BYTES = 2048
 DIGEST_BYTES = 64
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Trace:
     """One reply: the prompt and its pictures, the tokens so far, and how far it is. `over`: nothing more will come."""
 
