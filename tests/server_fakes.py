@@ -47,7 +47,8 @@ Script = Callable[[Request], Sequence[Step]]
 class ScriptedClient:
     """Says what `script` says of a request: text (marks become control tokens), single ids, pauses, errors; then the end.
 
-    `requests` keeps what was asked; `open` counts what runs. `closed` turns true when the server is gone.
+    `requests` keeps what was asked; `open` counts what runs. `closed` turns true when the server is gone. `cached`: prompt tokens
+    that it claims to have found.
     """
 
     script: Script
@@ -55,43 +56,62 @@ class ScriptedClient:
     open: int = 0
     left_early: int = 0
     closed: bool = False
+    cached: int = 0
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
-        """The events of one reply."""
+    async def submit(self, request: Request) -> ScriptedEvents:
+        """The events of one reply. An error that comes first is raised."""
         self.requests.append(request)
+        steps = [*self.script(request), END_ID]
+        if isinstance(steps[0], Exception):
+            raise steps[0]
         self.open += 1
-        number, usage, whole = len(self.requests), Usage(prompt_tokens=len(request.prompt)), False
-        try:
-            for step in [*self.script(request), END_ID]:
-                if isinstance(step, Exception):
-                    if not usage.completion_tokens:
-                        whole = True
-                        raise step
-                    whole = True
-                    yield FinishedEvent(id=number, reason="error", usage=usage, error=step)
-                    return
-                if isinstance(step, Pause):
-                    await asyncio.sleep(step.seconds)
-                    continue
-                ids = [step] if isinstance(step, int) else TOKENIZER.encode(step, allow_special=True)
-                for token in ids:
-                    usage.completion_tokens += 1
-                    wants = request.sampling.logprobs
-                    detail = None if wants is None else (TokenLogprobs(token, -0.5, ((token, -0.5), (7, -1.5))[:wants]),)
-                    yield TokenEvent(id=number, tokens=(token,), logprobs=detail)
-                    if token == END_ID or usage.completion_tokens == request.max_tokens:
-                        whole = True
-                        reason = "stop" if token == END_ID else "length"
-                        yield FinishedEvent(id=number, reason=reason, usage=usage)
-                        return
-                    await asyncio.sleep(0)
-        finally:
-            self.open -= 1
-            self.left_early += not whole
+        return ScriptedEvents(self, request, steps, len(self.requests))
 
     async def close(self) -> None:
         """Nothing to end."""
         self.closed = True
+
+
+class ScriptedEvents:
+    """One reply on its way."""
+
+    def __init__(self, client: ScriptedClient, request: Request, steps: Sequence[Step], number: int) -> None:
+        self.client, self.request, self.number = client, request, number
+        self.usage, self.over = Usage(prompt_tokens=len(request.prompt), cached={"device": client.cached}), False
+        self._events = self._said(steps)
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self._events
+
+    async def close(self) -> list[FinishedEvent]:
+        """The end, if it had not come."""
+        if self.over:
+            return []
+        self.client.left_early += 1
+        return [self._end("cancelled")]
+
+    def _end(self, reason: str, error: Exception | None = None) -> FinishedEvent:
+        self.over = True
+        self.client.open -= 1
+        return FinishedEvent(id=self.number, reason=reason, usage=self.usage, error=error)
+
+    async def _said(self, steps: Sequence[Step]) -> AsyncIterator[Event]:
+        wants = self.request.sampling.logprobs
+        for step in steps:
+            if isinstance(step, Exception):
+                yield self._end("error", step)
+                return
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+                continue
+            for token in [step] if isinstance(step, int) else TOKENIZER.encode(step, allow_special=True):
+                self.usage.completion_tokens += 1
+                detail = None if wants is None else (TokenLogprobs(token, -0.5, ((token, -0.5), (7, -1.5))[:wants]),)
+                yield TokenEvent(id=self.number, tokens=(token,), logprobs=detail)
+                if token == END_ID or self.usage.completion_tokens == self.request.max_tokens:
+                    yield self._end("stop" if token == END_ID else "length")
+                    return
+                await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)

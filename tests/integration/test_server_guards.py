@@ -177,6 +177,36 @@ def test_clients_that_leave() -> None:
         assert live.engine.left_early == len(live.engine.requests) == 6
 
 
+def test_a_reply_cut_at_a_stop_string_keeps_its_figures() -> None:
+    """The engine is not told of stop strings where there is reasoning: it is stopped in the middle, and its usage counts."""
+    with serving(says("thought</think>one STOP two", Pause(60))) as live:
+        live.engine.cached = 3
+        body = {**CHAT, "stop": ["STOP"]}
+        whole = live.openai().chat.completions.create(**body)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("one ", "stop")
+        *_, last = live.openai().chat.completions.create(stream=True, stream_options={"include_usage": True}, **body)
+        for usage in (whole.usage, last.usage):
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens_details.cached_tokens == 3
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert live.engine.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_made_for_a_client_that_left_are_counted(stream: bool) -> None:
+    """In the figures and against the key's quota, as if it had waited for the end."""
+    key = {"authorization": f"Bearer {KEY}"}
+    with serving(says(*range(300, 340), Pause(60)), tokens_per_minute=60, api_keys=[KEY]) as live, live.http() as http:
+        with contextlib.suppress(httpx.ReadTimeout):
+            http.post("/v1/chat/completions", json=CHAT | {"stream": stream}, headers=key, timeout=0.5)
+        wait_until(lambda: live.engine.open == 0 and live.service.admission.running == 0)
+        assert "kvist_server_reply_tokens_total 40.0" in http.get("/metrics", headers=key).text
+        assert len(live.engine.requests[0].prompt) < 50, "the prompt alone does not use up the quota"
+        answer = http.post("/v1/chat/completions", json=CHAT, headers=key)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
+
+
 def test_keepalive_while_nothing_comes() -> None:
     """SRV-13: headers and comments at once, and the comments are no events to a client."""
     with serving(says(Pause(0.5), "late</think>text"), headers_after_s=0.05, keepalive_s=0.1) as live, live.http() as http:

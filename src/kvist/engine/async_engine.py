@@ -217,6 +217,8 @@ class AsyncEngine:
                 closing = self._closing
             for command in commands:
                 command()
+            for event in self.engine.take_ended():
+                self._deliver(event)
             if closing:
                 return False
             if not self.engine.idle:

@@ -255,6 +255,11 @@ class Engine:
                 self._outbox[event.id].append(event)
         return events
 
+    def take_ended(self) -> list[Event]:
+        """Ends that have come without a step (`abort`), so that nobody waits for the next one to hear of them."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def _step(self) -> list[Event]:
         self._set_verify()
         plan = self.scheduler.plan(self.clock())
@@ -276,8 +281,7 @@ class Engine:
                 made = sum(len(event.tokens) for event in events if isinstance(event, TokenEvent))
                 self._measure(pieces, made, time.perf_counter() - began)
                 self._draft([piece.job for piece in pieces])
-        events, self._ended = [*events, *self._ended], []
-        return events
+        return [*events, *self.take_ended()]
 
     def _fetched(self, pieces: list[Piece]) -> list[Piece]:
         """The pieces whose images and table rows can be had; the jobs of the others end."""

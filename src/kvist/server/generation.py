@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvist.engine.progress import Usage
 from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.server.errors import ApiError, failed, refused
 from kvist.server.history import Trace
@@ -91,12 +89,11 @@ class _Reply:
         """What was held back."""
         return Piece(index=self.index, events=tuple(self.text.finish()))
 
-    def end(self, finished: FinishedEvent | None) -> Ended:
-        """`finished` None: a stop string that the engine did not know of ended it."""
-        usage = Usage() if finished is None else finished.usage
-        length = finished is not None and finished.reason == "length" and not self.stream.over
+    def end(self, finished: FinishedEvent) -> Ended:
+        """The end as the client sees it; the engine's own may be later or another where a stop string cut the reply."""
+        length = finished.reason == "length" and not self.stream.over
         reason = "length" if length else "tool_calls" if self.stream.tool_calls else "stop"
-        known = finished.stop if finished is not None and isinstance(finished.stop, str) else None
+        known = finished.stop if isinstance(finished.stop, str) else None
         return Ended(
             index=self.index,
             reason=reason,
@@ -104,17 +101,21 @@ class _Reply:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.text.count,
             reasoning_tokens=self.text.reasoning_count,
-            cached_tokens=usage.cached_tokens,
-            prompt_logprobs=None if finished is None else finished.prompt_logprobs,
+            cached_tokens=finished.usage.cached_tokens,
+            prompt_logprobs=finished.prompt_logprobs,
         )
 
 
 class Generation:
-    """Runs works side by side; iterate `run` once. Replies are numbered through. `stop` ends all from outside with an error."""
+    """Runs works side by side; iterate `run` once. Replies are numbered through. `stop` ends all from outside with an error.
+
+    `left_tokens`: tokens that were made for replies that came to no end (their client left, or the engine failed them).
+    """
 
     def __init__(self, served: Served, works: Sequence[Work]) -> None:
         """Raises ValueError for stop strings that cannot be."""
         self._served = served
+        self.left_tokens = 0
         self._queue: asyncio.Queue[Piece | Ended | ApiError] = asyncio.Queue()
         self._replies: list[tuple[_Reply, Request]] = []
         for work in works:
@@ -149,29 +150,33 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, reply: _Reply, request: Request) -> None:
-        begun = False
-        events = self._served.engine.generate(request)
+        try:
+            events = await self._served.engine.submit(request)
+        except Exception as error:  # noqa: BLE001  # told to the client by name
+            self._queue.put_nowait(refused(error))
+            return
         try:
             async for event in events:
-                begun = True
-                if isinstance(event, TokenEvent):
-                    self._give(reply.take(event))
-                    if reply.stream.over:
-                        self._queue.put_nowait(reply.end(None))
-                        return
-                else:
+                if isinstance(event, FinishedEvent):
                     self._finish(reply, event)
+                    continue
+                self._give(reply.take(event))
+                if reply.stream.over:  # a stop string that the engine does not know of
+                    for end in await events.close():
+                        self._queue.put_nowait(reply.end(end))
+                    return
         except Exception as error:  # noqa: BLE001  # told to the client by name
-            self._queue.put_nowait(failed(error) if begun else refused(error))
+            self._queue.put_nowait(failed(error))
         finally:
-            with suppress(Exception):  # an engine that has stopped cannot be told to abort
-                await events.aclose()  # type: ignore[attr-defined]
+            self.left_tokens += sum(end.usage.completion_tokens for end in await events.close())
 
     def _give(self, piece: Piece) -> None:
         if piece.events or piece.logprobs:
             self._queue.put_nowait(piece)
 
     def _finish(self, reply: _Reply, event: FinishedEvent) -> None:
+        if event.reason in ("error", "cancelled"):
+            self.left_tokens += event.usage.completion_tokens
         if event.reason == "error":
             raise failed(event.error)
         if event.reason == "cancelled":

@@ -165,11 +165,15 @@ class Pinner:
             request = Request(prompt=ids, max_tokens=1, sampling=sampling, salt=salt, tenant="pins", deadline_s=self._deadline_s)
         except ValueError as error:
             raise refused(error) from error
-        async for event in self._engine.generate(request):
-            if isinstance(event, FinishedEvent):
-                if event.reason in ("error", "cancelled"):
-                    raise failed(event.error)
-                return event.usage.cached_tokens
+        events = await self._engine.submit(request)
+        try:
+            async for event in events:
+                if isinstance(event, FinishedEvent):
+                    if event.reason in ("error", "cancelled"):
+                        raise failed(event.error)
+                    return event.usage.cached_tokens
+        finally:
+            await events.close()
         raise AssertionError("a request ends with FinishedEvent")
 
     async def _let_go(self, held: Sequence[Any]) -> None:

@@ -12,18 +12,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvist.engine.anatomy import Anatomy
 from kvist.engine.replay import Replay
-from kvist.engine.request import Event, ImageInput, Request
+from kvist.engine.request import Event, FinishedEvent, ImageInput, Request
 from kvist.text import Tokenizer
 
 if TYPE_CHECKING:
     from kvist.engine.microscope import View
 
 
-class EngineClient(Protocol):
-    """Something that answers requests. Closing an iterator ends its request."""
+class RequestEvents(Protocol):
+    """The events of a request that was accepted."""
 
-    def generate(self, request: Request) -> AsyncIterator[Event]:
-        """The events of a request; raises before the first one what is wrong with it."""
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Each reply's tokens and its end."""
+        ...
+
+    async def close(self) -> list[FinishedEvent]:
+        """End what still runs; the ends that had not come yet, with what each has cost."""
+        ...
+
+
+class EngineClient(Protocol):
+    """Something that answers requests."""
+
+    async def submit(self, request: Request) -> RequestEvents:
+        """Accept a request, or raise what is wrong with it."""
         ...
 
     async def close(self) -> None:

@@ -210,6 +210,10 @@ class Service:
                     yield item
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+            if generation.left_tokens:  # made for a reply that nobody took to its end: they cost the same
+                facts["left_tokens"] = generation.left_tokens
+                facts["reply_tokens"] += generation.left_tokens
+                self.figures.reply.inc(generation.left_tokens)
             self.history.end(request.state.tenant, record)
             if self.tracing is not None and request.state.span is not None:
                 self.tracing.replies(request.state.span, [trace.progress for trace in generation.traces])
