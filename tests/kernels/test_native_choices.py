@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +206,32 @@ def test_the_library_name_depends_on_sources_and_flags(monkeypatch):
     before = build.digest(compiler)
     monkeypatch.setattr(build, "FLAGS", ("-O0",))
     assert build.digest(compiler) != before
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 5000])
+def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog, damage):
+    monkeypatch.setenv("KVIST_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # quick, and not the library in use
+    path = tmp_path / f"kvist-{build.digest(build.find_compiler())}.so"
+    path.write_bytes(damage)
+    assert build.library.__wrapped__() is not None
+    assert "built again" in caplog.text
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("place", ["/proc/no-such-folder", "/sys"])
+def test_a_cache_that_takes_no_file_is_replaced_for_this_process_only(place):
+    """A home that cannot be written, and a folder that is there and cannot be written."""
+    code = "from kvist.kernels.native import build; print(build.cache_folder('a.so'))"
+    environment = {**os.environ, "KVIST_NATIVE_CACHE": place}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip())
+    assert folder.name.startswith("kvist-native-")
+    assert not folder.exists(), "it went with the process"
+    assert f"cannot use {place}" in done.stderr
+
+
+def test_a_compiler_that_is_none_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert build.library.__wrapped__() is None
+    assert "no C compiler (no-such-compiler -O2) on PATH" in caplog.text

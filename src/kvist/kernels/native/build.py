@@ -7,6 +7,7 @@ what the functions compute.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -32,19 +33,31 @@ def library() -> ctypes.CDLL | None:
     """The loaded library, built if need be; None, said once in the log, where there is no C compiler."""
     compiler = find_compiler()
     if compiler is None:
-        LOG.warning("no C compiler (cc, gcc or clang) on PATH: impl 'cpu' runs the reference operators, several times slower")
+        tried = " or ".join(_compilers())
+        LOG.warning("no C compiler (%s) on PATH: impl 'cpu' runs the reference operators, several times slower", tried)
         return None
-    path = cache_folder() / f"kvist-{digest(compiler)}.so"
-    if not path.exists():
-        build(compiler, path)
-        LOG.info("native operators built: %s", path)
-    return ctypes.CDLL(str(path))
+    name = f"kvist-{digest(compiler)}.so"
+    path = cache_folder(name) / name
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # cut off by a full disk or a lost machine
+            LOG.warning("native operators are built again: %s", error)
+    build(compiler, path)
+    LOG.info("native operators built: %s", path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeBuildError(f"{error}; set KVIST_NATIVE_CACHE to a folder whose files may be executed") from error
 
 
 def find_compiler() -> str | None:
-    """$CC if it is set, else the first of cc, gcc, clang on PATH."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    """$CC (one program, without arguments) if it is set, else the first of cc, gcc, clang on PATH."""
+    return next((found for name in _compilers() if (found := shutil.which(name))), None)
+
+
+def _compilers() -> list[str]:
+    return [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
 
 
 def machine_flags() -> tuple[str, ...]:
@@ -61,16 +74,19 @@ def digest(compiler: str) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def cache_folder() -> Path:
-    """A folder only this user writes; a fresh temporary one if the home folder cannot be written."""
+def cache_folder(name: str) -> Path:
+    """A folder only this user writes that holds `name` or takes it; a fresh one for this process if the home's does not."""
     base = os.environ.get("KVIST_NATIVE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "kvist", "native"
     )
     folder = Path(base)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="kvist-native-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         LOG.warning("cannot use %s (%s): native operators are built in %s for this process only", base, error, folder)
     if folder.stat().st_uid != os.getuid():
         raise NativeBuildError(f"{folder} belongs to another user; set KVIST_NATIVE_CACHE to a folder of your own")
