@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvist.engine.speculation import AdaptivePolicy, CostTable, FixedPolicy
+from kvist.engine.speculation import RISK, SKIPS, TRIAL, AdaptivePolicy, CostTable, FixedPolicy
 
 
 class Machine:
@@ -15,6 +15,7 @@ class Machine:
     def __init__(self, base: float, row: float, draft: float, each: float, accept: float, claims: float, seed: int = 0) -> None:
         self.base, self.row, self.draft, self.each = base, row, draft, each
         self.accept, self.claims, self.rng = accept, claims, random.Random(seed)
+        self.steps = self.cycles = 0
 
     def run(self, policy: AdaptivePolicy | FixedPolicy, requests: int, tokens: int) -> float:
         """Seconds to decode this many tokens. A draft is accepted with `accept`; the confidence head claims `claims`."""
@@ -26,6 +27,7 @@ class Machine:
             rows = requests + sum(lengths)
             step = (self.base + rows * self.row) * self.rng.uniform(0.95, 1.1)
             seconds += step
+            self.steps += 1
             before = made
             for line, length in zip(drafts, lengths, strict=True):
                 accepted = 0
@@ -37,6 +39,7 @@ class Machine:
             policy.saw_step(requests, rows, made - before, step)
             drafts = [[] for _ in range(requests)]
             if policy.wants_drafts(requests):
+                self.cycles += 1
                 cost = (self.draft + requests * self.each) * self.rng.uniform(0.95, 1.1)
                 policy.saw_drafting(requests, cost)
                 seconds += cost
@@ -49,11 +52,59 @@ class Machine:
 @pytest.mark.parametrize("claims", [0.3, 0.9])
 @pytest.mark.parametrize(("base", "row"), [(10e-3, 0.1e-3), (1e-3, 2e-3)])
 def test_never_slower_than_plain_decode(requests: int, accept: float, claims: float, base: float, row: float) -> None:
-    """Whatever is accepted or claimed, whether rows are cheap or dear: over 2,000 steps at most 4% above plain decode."""
+    """Whatever is accepted or claimed, whether rows are cheap or dear: 2,000 steps take at most 1% more than plain decode's."""
     machine = Machine(base, row, 0.3 * (base + row), 0.05 * row, accept, claims)
     plain = machine.run(FixedPolicy(0), requests, 2000 * requests)
     adaptive = machine.run(AdaptivePolicy(5, 16), requests, 2000 * requests)
-    assert adaptive <= 1.04 * plain, f"{adaptive / plain:.3f} of plain"
+    assert adaptive <= 1.01 * plain, f"{adaptive / plain:.3f} of plain"
+
+
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize("accept", [0.0, 0.4])
+def test_after_it_has_learned_that_drafts_do_not_pay_trials_are_rare(requests: int, accept: float) -> None:
+    """Stated bound: trials cost at most `RISK` of the time, and fewer than a step in a hundred belongs to one."""
+    machine = Machine(1e-3, 2e-3, 1e-3, 0.1e-3, accept, 0.7)
+    policy = AdaptivePolicy(5, 16)
+    machine.run(policy, requests, 500 * requests)
+    machine.steps = machine.cycles = 0
+    plain, adaptive = machine.run(FixedPolicy(0), requests, 6000 * requests), machine.run(policy, requests, 6000 * requests)
+    assert 0 < machine.cycles < 0.01 * 6000, f"{machine.cycles} cycles in 6,000 steps"
+    assert adaptive <= (1 + RISK) * 1.001 * plain, f"{adaptive / plain:.4f} of plain"
+
+
+def test_a_trial_costs_what_the_next_one_must_wait_for() -> None:
+    """With a scripted table: steps of 1 ms, of 3 ms with a draft, 1 ms of drafting, nothing accepted. A cycle loses 3 plain
+    steps' time; after three beside the first, four cycles are twelve, and 12 / RISK plain steps follow before the next."""
+    policy = AdaptivePolicy(5, 1)
+
+    def step(rows: int, drafted: bool) -> bool:
+        policy.saw_step(1, rows, 1, 3e-3 if rows > 1 else 1e-3)
+        if wants := policy.wants_drafts(1):
+            policy.saw_drafting(1, 1e-3)
+        assert not drafted or rows > 1
+        return wants
+
+    drafts = [step(1, False) for _ in range(2)]
+    assert drafts == [False, True], "plain steps are measured first, the first measurement not counted"
+    while drafts[-1]:
+        policy.saw_acceptance([0.9], 0)
+        drafts.append(step(2, True))
+    cycles = sum(drafts)
+    assert cycles == TRIAL // 2 + 1
+    waited = 1
+    while not step(1, False):
+        waited += 1
+    assert waited == pytest.approx((SKIPS + 1) * 3 * cycles / RISK, abs=2), "one is left out since nothing speaks for it"
+
+
+def test_a_change_of_texts_is_noticed() -> None:
+    """Drafts that were of no use for 4,000 steps become right: within a few thousand tokens it drafts, and gains."""
+    machine, policy = Machine(10e-3, 0.1e-3, 2e-3, 0.1e-3, 0.0, 0.8), AdaptivePolicy(5, 4)
+    machine.run(policy, 1, 4000)
+    machine.accept = 0.8
+    machine.run(policy, 1, 4000)
+    adaptive, plain = machine.run(policy, 1, 2000), machine.run(FixedPolicy(0), 1, 2000)
+    assert adaptive < 0.6 * plain
 
 
 @pytest.mark.parametrize("requests", [1, 4])

@@ -19,6 +19,7 @@ from kvist.checkpoint import expert_store
 from kvist.checkpoint.engram_store import StoredTable
 from kvist.checkpoint.reads import ReadFailed
 from kvist.engine.batch import BatchBuilder, FeatureCache
+from kvist.engine.draft_windows import DraftWindows
 from kvist.engine.request import Job
 from kvist.engine.scheduler import Piece
 from kvist.kernels.native import one_torch_thread
@@ -54,6 +55,7 @@ class Runner:
             self.experts.isolate = True
         blocks = (model.layers[layer] for layer in model.config.engram_layer_ids)
         self.readers = [block.engram.reader for block in blocks if isinstance(block, Block) and block.engram is not None]
+        self.windows = None if model.mtp is None else DraftWindows(model.mtp, memory, self.plan.window)
         low = [layer for layer in model.targets if layer < self.split]
         if low and self.split < self.layers:
             raise ValueError(f"draft blocks read layers {low} of the encoder half; the decoder half starts at {self.split}")
@@ -124,8 +126,8 @@ class Runner:
                 self.model.publish(flow, rows, self.memory)
                 finite_N = flow.x_NSD.isfinite().flatten(1).all(1)
                 upper, flow, starts = self._upper(pieces, rows, flow, deep)
-            if self.model.mtp is not None and flow.targets:
-                self.model.mtp.observe(flow.targets, upper, self.memory)
+            if self.windows is not None and flow.targets:
+                self.windows.saw(flow.targets, upper, pieces)
             finite = [bool(finite_N[segment.rows].all()) for segment in rows.segments]
             return self._logits(pieces, flow, starts, finite)
 
@@ -168,5 +170,7 @@ class Runner:
         first_R = torch.tensor([int(job.tokens.ids[-1]) for job in jobs], device=self.device)
         positions_R = torch.tensor([len(job) - 2 for job in jobs])
         slots = [job.slot for job in jobs if job.slot is not None]
+        assert self.windows is not None
         with self.guard():
+            self.windows.fill()
             return self.model.mtp(first_R, positions_R, slots, self.memory, self.model.embed, self.model.head, sample)

@@ -7,7 +7,11 @@ A step over n rows takes t(n) seconds, measured and interpolated. A draft surviv
 confidences, each corrected by what was seen to be accepted. Verifying the k likeliest drafts of r requests yields r + sum of
 their survivals tokens for t(r + k) seconds; k grows while that quotient does. Whether to draft at all is not left to a model:
 the tokens a second of whole cycles (drafting and verifying) are compared with r / t(r), by batch size. Where they fall short,
-plain decode runs, and short trials follow at growing distances, since texts change.
+plain decode runs, and short trials follow now and then, since texts change.
+
+The bound: what a trial has cost over plain decode of the same tokens is a debt, and the next trial waits until plain steps
+have paid it at a rate of `RISK`. So at each batch size all trials but the last cost at most that share of plain decode's time
+and `RARELY` of its steps; beside them a step does nothing for drafts but keep what their windows would be computed from.
 """
 
 from __future__ import annotations
@@ -18,8 +22,12 @@ from typing import Protocol
 
 import numpy as np
 
-FIRST_PAUSE, LONGEST_PAUSE = 48, 768
-"""Plain steps before the first trial after speculation fell short, doubled after each trial that fails, up to the longest."""
+RISK = 1 / 200
+"""Share of plain decode's time that trials may cost."""
+RARELY = 1 / 100
+"""Share of steps that may belong to trials, however little they cost."""
+SKIPS = 1
+"""Trials in a row that are left out because measured times and acceptance promise nothing."""
 TRIAL, HOPELESS, HOPEFUL = 6, 0.85, 0.95
 """Cycles of a trial, the gain below which half of them are enough, and the predicted gain from which one is worth it."""
 PLAIN_EVERY = 128
@@ -84,6 +92,7 @@ class CostTable:
     def __init__(self, most: int) -> None:
         self.seconds = np.zeros(most + 1)
         self.seen = np.zeros(most + 1, dtype=np.int64)
+        self._line: list[float] = []
 
     def add(self, size: int, seconds: float) -> None:
         """One measurement. The first at a size is thrown away: it pays for caches and allocations."""
@@ -95,52 +104,76 @@ class CostTable:
             # A machine that does something else for a moment must not move the table far.
             bounded = min(seconds, 2 * self.seconds[size])
             self.seconds[size] += BLEND * (bounded - self.seconds[size])
+        self._line = []
 
-    @property
-    def known(self) -> np.ndarray:
-        """Sizes with a value."""
-        return np.flatnonzero(self.seen > 1)
+    def measured(self, size: int) -> bool:
+        """Whether there is a value for exactly this size."""
+        return bool(self.seen[min(size, len(self.seen) - 1)] > 1)
 
     def at(self, size: int) -> float | None:
         """Seconds expected at a size; None before anything is known."""
-        known = self.known
-        if not len(known):
-            return None
-        low, high = int(known[0]), int(known[-1])
-        if size <= high or len(known) == 1:
-            return float(np.interp(size, known, self.seconds[known])) * (size / low if size < low and len(known) == 1 else 1.0)
-        slope = max(0.0, (self.seconds[high] - self.seconds[low]) / (high - low))
-        return float(self.seconds[high] + slope * (size - high))
+        size = min(size, len(self.seen) - 1)
+        if self.seen[size] > 1:
+            return float(self.seconds[size])
+        return self.line[size] if self.line else None
+
+    @property
+    def line(self) -> list[float]:
+        """Seconds expected at every size; empty before anything is known."""
+        known = np.flatnonzero(self.seen > 1)
+        if self._line or not len(known):
+            return self._line
+        sizes, low, high = np.arange(len(self.seen)), int(known[0]), int(known[-1])
+        values = np.interp(sizes, known, self.seconds[known])
+        if len(known) > 1:
+            slope = max(0.0, (self.seconds[high] - self.seconds[low]) / (high - low))
+            values[high:] = self.seconds[high] + slope * (sizes[high:] - high)
+        else:
+            values[:low] *= sizes[:low] / low
+        self._line = values.tolist()
+        return self._line
 
 
 @dataclass
 class _Record:
-    """What speculation has been worth at one batch size: its speed over plain decode's, and where the trials stand."""
+    """What speculation has been worth at one batch size: its speed over plain decode's, and where the trials stand.
+
+    `debt`: plain steps' worth of time that trials have cost and plain decode has not paid yet; `last`: of the last trial.
+    """
 
     gain: float = 1.0
     cycles: int = 0
     on: bool = True
-    pause: int = FIRST_PAUSE
-    waited: int = 0
+    debt: float = 0.0
+    last: float = 0.0
+    skipped: int = 0
     since_plain: int = 0
 
-    def cycle(self, gain: float) -> None:
-        """A cycle was this much faster than plain decode; decide when the trial, or enough cycles, are over."""
+    def cycle(self, gain: float, lost: float) -> None:
+        """A cycle was this much faster than plain decode and took `lost` plain steps' time more (less if negative) for the
+        same tokens; decide when the trial, or enough cycles, are over."""
         self.cycles += 1
-        self.gain += max(SLOW_BLEND, 1 / self.cycles) * (gain - self.gain)
-        if self.gain >= (MARGIN if self.cycles >= TRIAL else HOPELESS if self.cycles >= TRIAL // 2 else 0.0):
-            if self.cycles >= 4 * TRIAL:
-                self.pause = FIRST_PAUSE
-            return
-        self.on, self.waited = False, 0
-        self.pause = min(LONGEST_PAUSE, 2 * self.pause)
+        self.debt = max(0.0, self.debt + lost)
+        # The first cycle also pays for filling the windows.
+        counted = self.cycles - 1
+        if counted:
+            self.gain += max(SLOW_BLEND, 1 / counted) * (gain - self.gain)
+        if self.gain < (MARGIN if counted >= TRIAL else HOPELESS if counted >= TRIAL // 2 else 0.0):
+            self.on, self.skipped = False, 0
+            self.debt = self.last = max(self.debt, min(self.cycles, 2 * TRIAL) / RARELY * RISK)
 
-    def wait(self, promise: float) -> bool:
-        """One more plain step; whether a trial begins: after the pause if it promises anything, after the longest anyway."""
-        self.waited += 1
-        if self.waited <= (self.pause // 2 if promise >= HOPEFUL else LONGEST_PAUSE):
+    def wait(self) -> bool:
+        """One more plain step; whether it has paid what trials have cost."""
+        self.debt -= RISK
+        return self.debt <= 0.0
+
+    def begin(self, promise: float) -> bool:
+        """A trial may begin; whether it does. One that promises nothing is left out, and then made anyway."""
+        if promise < HOPEFUL and self.skipped < SKIPS:
+            self.skipped += 1
+            self.debt = self.last
             return False
-        self.on, self.cycles, self.gain = True, 0, 1.0
+        self.on, self.cycles, self.gain, self.debt = True, 0, 1.0, 0.0
         return True
 
 
@@ -160,14 +193,13 @@ class AdaptivePolicy:
 
     def wants_drafts(self, requests: int) -> bool:
         """Plain first until its time is known; then whatever has been faster at this batch size, with trials in between."""
-        if not self.most or not requests or self.steps.at(requests) is None:
+        if not self.most or not requests or not self.steps.measured(requests):
             return False
         record = self._record(requests)
-        record.since_plain += 1
-        if record.since_plain > PLAIN_EVERY:
-            record.since_plain = 0
-            return False
-        return record.on or record.wait(self._promise(requests))
+        if not record.on:
+            return record.wait() and record.begin(self._promise(requests))
+        record.since_plain = (record.since_plain + 1) % PLAIN_EVERY
+        return record.since_plain > 0
 
     def _promise(self, requests: int) -> float:
         """The gain that measured times and acceptance predict for the best common verify length."""
@@ -193,11 +225,11 @@ class AdaptivePolicy:
         ]
         entries.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         # Stops at the first draft that does not pay: its place then depends on drafts before it only, as rejection needs.
-        tokens, best = float(requests), 0.0
+        tokens, best, line = float(requests), 0.0, self.steps.line
         for count in range(len(entries) + 1):
             if count:
                 tokens += entries[count - 1][0]
-            seconds = self.steps.at(requests + count)
+            seconds = line[min(requests + count, len(line) - 1)] if line else None
             if seconds is not None and tokens / max(seconds, 1e-9) <= best:
                 break
             best = 0.0 if seconds is None else tokens / max(seconds, 1e-9)
@@ -223,8 +255,10 @@ class AdaptivePolicy:
         self.steps.add(rows, seconds)
         plain = self.steps.at(requests)
         if self._drafted is not None and self._drafted[0] == requests and plain is not None:
-            gain = (tokens / requests) * plain / (seconds + self._drafted[1])
-            self._record(requests).cycle(gain)
+            # Of a moment in which the machine does something else, no more is charged than the tables would allow.
+            usual = (self.steps.at(rows) or seconds) + (self.drafting.at(requests) or self._drafted[1])
+            spent = min(seconds + self._drafted[1], 3 * usual)
+            self._record(requests).cycle((tokens / requests) * plain / spent, spent / plain - tokens / requests)
         self._drafted = None
 
     def saw_drafting(self, requests: int, seconds: float) -> None:
