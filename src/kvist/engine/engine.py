@@ -129,6 +129,8 @@ class Engine:
         )
         self.runner = Runner(model, self.memory, feature_bytes=config.feature_bytes)
         drafts = config.drafts(model.config)
+        if drafts == 0:
+            self.runner.windows = None  # nobody will look into them
         self.drafter = drafter or BlockDrafter(self.runner, drafts, draw=config.acceptance == "rejection")
         fixed = drafts == 0 or isinstance(config.speculation, int)
         self.policy = policy or (FixedPolicy(drafts) if fixed else AdaptivePolicy(drafts, config.max_running))
