@@ -23,11 +23,13 @@ CHECKED_ROWS = 3
 CUTS = {
     "decode": [
         DECODE,
-        *(Shape(tile, 1, 4, stages) for tile in (8, 16) for stages in (3, 5, 6)),
-        Shape(16, 2, 4, 4),
-        Shape(8, 2, 8, 4),
+        DECODE._replace(programs=0),
+        *(DECODE._replace(stages=stages) for stages in (3, 5)),
+        DECODE._replace(panels=1),
+        DECODE._replace(tile=16),
+        DECODE._replace(panels=4, warps=8),
     ],
-    "prefill": [PREFILL, Shape(64, 2, 8, 4), Shape(128, 2, 8, 4), Shape(128, 1, 4, 4), Shape(256, 2, 8, 3), Shape(256, 1, 4, 3)],
+    "prefill": [PREFILL, Shape(128, 2, 8, 3), Shape(128, 1, 4, 3), Shape(256, 4, 8, 2)],
 }
 
 

@@ -15,7 +15,7 @@ from benchmarks.cases import Options, TimedCase
 from benchmarks.gpu_timing import calls_for, copies_for, floor_us, graphed, require_equal, require_near
 from benchmarks.gpu_weights import random_panels, random_rows
 from kvist.kernels.device import PanelWeight, unpack_panels
-from kvist.kernels.linear.gpu import FEW, MANY, ONE, Cut, cut_for, product_gpu
+from kvist.kernels.linear.gpu import FEW, ONE, Cut, cut_for, product_gpu
 
 SHAPES = {
     "wq_a + wkv": (1792, 5120, 1),
@@ -27,9 +27,10 @@ SHAPES = {
     "shared w2": (5120, 2304, 1),
 }
 CUTS = {
-    1: [Cut(8, 1, programs, 4, stages) for programs in (264, 1056) for stages in (3, 5)] + [ONE._replace(stages=6)],
-    16: [FEW._replace(programs=264), FEW._replace(stages=3), Cut(16, 2, 264, 8, 4)],
-    4096: [MANY._replace(stages=4), Cut(256, 2, 0, 8, 3), Cut(128, 1, 0, 4, 4)],
+    1: [ONE._replace(programs=264), ONE._replace(stages=6)],
+    16: [FEW._replace(panels=4, warps=8)],
+    64: [Cut(32, 2, 792, 4, 4)],
+    4096: [Cut(128, 2, 0, 8, 3)],
 }
 
 

@@ -22,9 +22,9 @@ from kvist.quant import INDEX_KEY, MAIN_ENTRY, WINDOW_ENTRY
 
 D = 5120
 CUTS = {
-    1: [ONE._replace(warps=1), ONE._replace(warps=2), Cut(1, 64, 80, 4, 1)],
-    64: [FEW._replace(programs=320), FEW._replace(stages=3), Cut(16, 64, 160, 8, 2), FEW._replace(programs=80)],
-    4096: [MANY._replace(programs=264), Cut(64, 32, 264, 8, 2), Cut(64, 32, 528, 8, 3), MANY._replace(stages=3)],
+    1: [ONE._replace(step=64, programs=80)],
+    64: [FEW._replace(programs=320), FEW._replace(warps=8)],
+    4096: [MANY._replace(programs=512), Cut(16, 32, 1024, 4, 2, 4)],
 }
 Pass = tuple[Tensor, Tensor, Mix, tuple[Tensor, ...]]
 

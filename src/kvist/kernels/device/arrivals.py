@@ -9,7 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvist.kernels.device.pages import multiprocessors
+
+MOST_PARTS = 20
 _counters: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+PART_COST = 3.0
+EACH_COST = 0.25
+"""What cutting inputs in parts, and each part, cost in steps of a program (measured on an H200)."""
+
+
+def parts_for(programs: int, steps: int, most: int, device: torch.device) -> int:
+    """Into how many equal parts to cut the `steps` of each of `programs`, `most` programs at most, so that the fullest
+    multiprocessor is done soonest. One program alone on a multiprocessor waits for memory.
+    """
+    count, best = multiprocessors(device), (float("inf"), 1)
+    for part in range(1, min(steps, MOST_PARTS) + 1):
+        each, launched = steps // part, programs * part
+        if steps % part or (part > 1 and launched > most):
+            continue
+        cost = -(-launched // count) * each * (1.3 if launched <= count else 1.0)
+        best = min(best, (cost + (PART_COST + EACH_COST * part if part > 1 else 0.0), part))
+    return best[1]
 
 
 def refuse_capture(device: torch.device) -> None:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.arrivals import arrivals, refuse_capture
-from kvist.kernels.device.gpu import fake_fp8_groups, panel_product, rounded, sigmoid
+from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
+from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, panel_product, panels_ahead, rounded, sigmoid
 from kvist.kernels.experts.bank import ResidentBank
 
 PLAIN = interpreted()
@@ -26,8 +26,6 @@ SMALL_PLAN = 512
 """Choices up to which one program makes the plan."""
 DECODE_ROWS = 64
 """Rows up to which tiles are narrow (reading weights is what costs); above, tiles are wide (multiplying is)."""
-MOST_PARTS = 16
-"""Parts of the inputs at most: their sums are added one after the other."""
 
 
 class Shape(NamedTuple):
@@ -40,7 +38,7 @@ class Shape(NamedTuple):
     programs: int = 0
 
 
-DECODE = Shape(8, 2, 4, 4, 864)
+DECODE = Shape(8, 2, 4, 4, 1024)
 PREFILL = Shape(256, 2, 8, 3)
 
 
@@ -81,7 +79,8 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _make_plan(ids, head, expert, first, rows, order, need, N, E, S: tl.constexpr, P: tl.constexpr, EP: tl.constexpr,
-               T: tl.constexpr, TILES_EACH: tl.constexpr, NP: tl.constexpr):  # fmt: skip
+               T: tl.constexpr, TILES_EACH: tl.constexpr, NP: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    begin(PLAIN)
     place = tl.arange(0, P)
     inside = place < N * S
     chosen = tl.load(ids + place, mask=inside, other=-1).to(tl.int32)
@@ -110,6 +109,7 @@ def _gate_up(x, codes, scales, weights, hidden, sums, arrived, head, expert, fir
              K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, PARTS: tl.constexpr, FP4: tl.constexpr,
              QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
+    begin(PLAIN)
     if tile >= tl.load(head):
         return
     N: tl.constexpr = 64 * PANELS
@@ -165,7 +165,13 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
     SCALES: tl.constexpr = 64 if FP4 else 1
     d = tl.program_id(0) * N + tl.arange(0, N)
+    STEPS: tl.constexpr = CHUNKS // PARTS
+    # The plan was complete before the launch before this one let it come: it may be read at once.
     tiles = tl.load(head)
+    if tile < tiles:
+        ahead = (tl.maximum(tl.load(expert + tile).to(tl.int64), 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
+        panels_ahead(codes + ahead * 2048, scales + ahead * SCALES, tl.program_id(2) * STEPS, STEPS, K, PANELS, FP4, PLAIN)
+    begin(PLAIN)
     if tile >= tiles:
         if ADD and tile == tiles:  # rows that chose nothing are zero
             row = tl.arange(0, T)
@@ -181,7 +187,6 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
     # Plans of one row list its ids as they are: a choice of none arrives, and computes nothing.
     alive = listed & (which >= 0)
     panel = (tl.maximum(which, 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
-    STEPS: tl.constexpr = CHUNKS // PARTS
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, hidden, choice.to(tl.int64) * K, alive,
         tl.program_id(2) * STEPS, STEPS, K, N, FP4, False, PLAIN,
@@ -213,8 +218,9 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
 
 
 @triton.jit
-def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PLAIN: tl.constexpr):
     """Sum of a row's choices, for wide tiles: what `_down` does with ADD."""
+    begin(PLAIN)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * W + tl.arange(0, W)
     total = tl.zeros([W], tl.float32)
@@ -252,7 +258,8 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     if n * s <= SMALL_PLAN:
         _make_plan[(1,)](
             ids_NS, *plan, n, experts, S=s, P=triton.next_power_of_2(max(16, n * s)),
-            EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=-(-n // tile), NP=triton.next_power_of_2(n), num_warps=4,
+            EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=-(-n // tile), NP=triton.next_power_of_2(n), PLAIN=PLAIN,
+            num_warps=4, **early(PLAIN),
         )  # fmt: skip
         return plan
     flat = torch.where(ids_NS < 0, experts, ids_NS).flatten()
@@ -271,19 +278,13 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     return plan
 
 
-def parts_for(shape: Shape, weight: PanelWeight, tiles: int) -> int:
-    """Parts of the inputs: the largest divisor of the chunks that stays within the programs aimed for."""
-    chunks, blocks = weight.codes.shape[2], triton.cdiv(weight.outputs, 64 * shape.panels)
-    most = min(MOST_PARTS, shape.programs // (blocks * tiles))
-    return max(part for part in range(1, max(1, most) + 1) if chunks % part == 0)
-
-
 def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeight, limit: float, form: str | None,
                 shape: Shape) -> Tensor:  # fmt: skip
     """Quantised hidden rows of every choice, bfloat16 [N*S, F]; rows of choices that are not in the plan are not written."""
     n, s = weights_NS.shape
     hidden = torch.empty(n * s, weight.outputs // 2, dtype=x_ND.dtype, device=x_ND.device)
-    blocks, parts = triton.cdiv(weight.outputs, 64 * shape.panels), parts_for(shape, weight, plan.most_tiles)
+    blocks = triton.cdiv(weight.outputs, 64 * shape.panels)
+    parts = parts_for(blocks * plan.most_tiles, weight.codes.shape[2], shape.programs, x_ND.device)
     sums, arrived = hidden, plan.head
     if parts > 1:
         sums = torch.empty(n * s, parts, weight.outputs, dtype=torch.float32, device=x_ND.device)
@@ -292,6 +293,7 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
         x_ND, weight.codes, weight.scales, weights_NS, hidden, sums, arrived, *plan[:5], limit, S=s, K=weight.inputs,
         R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", QUANTISE=form is not None,
         PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
+        **early(PLAIN),
     )  # fmt: skip
     return hidden
 
@@ -299,19 +301,23 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
 def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, shape: Shape) -> Tensor:
     """Sum of each row's choices, float32 [N,D]; zero for a row without any."""
     n, s = ids_NS.shape
-    parts = parts_for(shape, weight, plan.most_tiles)
+    panels = triton.cdiv(weight.outputs, 64 * shape.panels)
+    parts = parts_for(panels * plan.most_tiles, weight.codes.shape[2], shape.programs, hidden.device)
     each = torch.empty(
         n * s, parts, weight.outputs, dtype=hidden.dtype if parts == 1 else torch.float32, device=hidden.device
     )  # fmt: skip
     out = torch.empty(n, weight.outputs, dtype=torch.float32, device=hidden.device)
-    panels, add = triton.cdiv(weight.outputs, 64 * shape.panels), n <= DECODE_ROWS
+    add = n <= DECODE_ROWS
     _down[(panels, plan.most_tiles + 1, parts)](
         hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(weight.codes, n * panels), *plan, n, S=s,
         K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", ADD=add,
         MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
+        **early(PLAIN),
     )  # fmt: skip
     if not add:
-        _add[(n, triton.cdiv(weight.outputs, 1024))](each, ids_NS, out, S=s, R=weight.outputs, W=1024, num_warps=4)
+        _add[(n, triton.cdiv(weight.outputs, 1024))](
+            each, ids_NS, out, S=s, R=weight.outputs, W=1024, PLAIN=PLAIN, num_warps=4, **early(PLAIN)
+        )  # fmt: skip
     return out
 
 

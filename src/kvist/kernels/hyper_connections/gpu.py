@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import fake_fp8_groups, operand, rounded, sigmoid
+from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, operand, rounded, sigmoid
 from kvist.kernels.hyper_connections.ref import Mix
 
 PLAIN = interpreted()
@@ -58,11 +57,18 @@ def _cut(x, PLAIN: tl.constexpr):
 
 
 @triton.jit
+def _weight(fn, stream, d, D):
+    """One stream's channels of the weight [32,B], eight of the 32 rows zero."""
+    f = tl.arange(0, 32)[:, None]
+    return tl.load(fn + f * (4 * D) + stream * D + d[None, :], mask=f < 24, other=0.0)
+
+
+@triton.jit
 def _project(acc, x, fn, stream, d, D, T: tl.constexpr, PLAIN: tl.constexpr):
     """acc [T,32] += one stream's channels x their part of the weight [24, 4 D]; one row: acc [32,B] of products alone."""
     f = tl.arange(0, 32)
     if T == 1:
-        acc += x * tl.load(fn + f[:, None] * (4 * D) + stream * D + d[None, :], mask=(f < 24)[:, None], other=0.0)
+        acc += x * _weight(fn, stream, d, D)
     else:
         weight = tl.load(fn + f[None, :] * (4 * D) + stream * D + d[:, None], mask=(f < 24)[None, :], other=0.0)
         left = operand(x, PLAIN)
@@ -189,8 +195,11 @@ def _pass(y, x, old_pre, old_post, old_comb, fn, streams, h, parts, squares, N_R
     part, tile = tl.program_id(0), tl.program_id(1)
     n = (tile * T + tl.arange(0, T)).to(tl.int64)
     alive = n < N_ROWS
-    if ENTER and not PLAIN:
-        gdc_launch_dependents()
+    AHEAD: tl.constexpr = T == 1 and ENTER and STEPS == 1
+    if AHEAD:  # the only step's weights, before what comes from the launch before is waited for
+        d = part * B + tl.arange(0, B)
+        f0, f1, f2, f3 = _weight(fn, 0, d, D), _weight(fn, 1, d, D), _weight(fn, 2, d, D), _weight(fn, 3, d, D)
+    begin(PLAIN)
     if LEAVE:
         c00, c01 = _column(old_comb, n, alive, 16, 0), _column(old_comb, n, alive, 16, 1)
         c02, c03 = _column(old_comb, n, alive, 16, 2), _column(old_comb, n, alive, 16, 3)
@@ -223,10 +232,13 @@ def _pass(y, x, old_pre, old_post, old_comb, fn, streams, h, parts, squares, N_R
             tl.store(h + n[:, None] * D + d[None, :], one.to(h.dtype.element_ty), mask=alive[:, None])
             collapsed += one * one
             length += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
-            acc = _project(acc, x0, fn, 0, d, D, T, PLAIN)
-            acc = _project(acc, x1, fn, 1, d, D, T, PLAIN)
-            acc = _project(acc, x2, fn, 2, d, D, T, PLAIN)
-            acc = _project(acc, x3, fn, 3, d, D, T, PLAIN)
+            if AHEAD:
+                acc += x0 * f0 + x1 * f1 + x2 * f2 + x3 * f3
+            else:
+                acc = _project(acc, x0, fn, 0, d, D, T, PLAIN)
+                acc = _project(acc, x1, fn, 1, d, D, T, PLAIN)
+                acc = _project(acc, x2, fn, 2, d, D, T, PLAIN)
+                acc = _project(acc, x3, fn, 3, d, D, T, PLAIN)
     if ENTER:
         f = tl.arange(0, 32)[None, :]
         if T == 1:
@@ -243,8 +255,7 @@ def _end(h, parts, squares, base, scale, norm, quantised, pre, post, comb, N_ROW
          SPLITS: tl.constexpr, SP: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
          ITERATIONS: tl.constexpr, QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     """First cdiv(N,T) programs: coefficients of T rows. The others: the norm of W channels of a row."""
-    if not PLAIN:
-        gdc_wait()
+    begin(PLAIN)
     tiles = tl.cdiv(N_ROWS, T)
     if tl.program_id(0) < tiles:
         n = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
@@ -336,13 +347,13 @@ def pass_gpu(
         _pass[(splits, triton.cdiv(n, cut.tile))](
             y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), streams, h,
             parts, squares, n, D=d, T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, LEAVE=y_ND is not None, ENTER=True,
-            PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+            PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
         )  # fmt: skip
         blocks = triton.cdiv(d, cut.channels)
         _end[(triton.cdiv(n, cut.rows) + n * blocks,)](
             h, parts, squares, base_F, scale_3, norm_D, h_quantised, *after, n, hc_eps, norm_eps, D=d, SPLITS=splits,
             SP=triton.next_power_of_2(splits), W=cut.channels, BLOCKS=blocks, T=cut.rows, ITERATIONS=iterations,
-            QUANTISE=quantised, PLAIN=PLAIN, num_warps=4, **({} if PLAIN else {"launch_pdl": True}),
+            QUANTISE=quantised, PLAIN=PLAIN, num_warps=4, **early(PLAIN),
         )  # fmt: skip
     return Entered(streams, h, h_quantised if quantised else None, after)
 
@@ -369,6 +380,6 @@ def leave_gpu(y_ND: Tensor, x_NSD: Tensor, mix: Mix) -> Tensor:
         post, comb = mix.post_NS.contiguous(), mix.comb_NSS.contiguous()
         _pass[(d // step, n)](
             y_ND.contiguous(), x, post, post, comb, post, streams, x, post, post, n, D=d, T=1, B=step, SPLITS=d // step,
-            STEPS=1, LEAVE=True, ENTER=False, PLAIN=PLAIN, num_warps=2,
+            STEPS=1, LEAVE=True, ENTER=False, PLAIN=PLAIN, num_warps=2, **early(PLAIN),
         )  # fmt: skip
     return streams

@@ -17,17 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.arrivals import arrivals
-from kvist.kernels.device.gpu import panel_product, rounded
+from kvist.kernels.device.arrivals import arrivals, parts_for
+from kvist.kernels.device.gpu import begin, early, panel_product, panels_ahead, rounded
 from kvist.kernels.quantise import quantise
 
 PLAIN = interpreted()
 FEW_ROWS = 64
-MOST_PARTS = 20
 
 
 class Cut(NamedTuple):
-    """How a launch is cut: rows a tile, panels a program, programs to aim for, warps, pipeline stages."""
+    """How a launch is cut: rows a tile, panels a program, programs at most, warps, pipeline stages."""
 
     tile: int
     panels: int
@@ -36,9 +35,10 @@ class Cut(NamedTuple):
     stages: int
 
 
-ONE = Cut(8, 1, 528, 4, 4)
-FEW = Cut(16, 1, 528, 4, 4)
-MANY = Cut(128, 2, 0, 8, 3)
+ONE = Cut(8, 2, 792, 4, 4)
+FEW = Cut(16, 2, 792, 4, 4)
+SOME = Cut(64, 1, 792, 4, 4)
+MANY = Cut(256, 2, 0, 8, 3)
 
 
 @triton.jit
@@ -54,6 +54,8 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexp
     o = block * N + tl.arange(0, N)
     group = block * N // (R // GROUPS)
     panel = block.to(tl.int64) * PANELS * CHUNKS
+    panels_ahead(codes + panel * 2048, scales + panel * SCALES, part * STEPS, STEPS, K, PANELS, FP4, PLAIN)
+    begin(PLAIN)
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x + group * K,
         t.to(tl.int64) * (K * GROUPS), alive, part * STEPS, STEPS, K, N, FP4, False, PLAIN,
@@ -78,32 +80,24 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexp
 
 
 def cut_for(rows: int, weight: PanelWeight, groups: int) -> Cut:
-    """The cut for a number of rows."""
-    if rows <= 8:
-        return ONE
-    if rows <= FEW_ROWS:
-        return FEW
-    whole = (weight.outputs // groups) % (64 * MANY.panels) == 0
-    return MANY if whole else MANY._replace(panels=1, warps=4)
-
-
-def splits_for(cut: Cut, blocks: int, chunks: int) -> int:
-    """Parts of the inputs: the largest divisor of the chunks that stays within the programs aimed for."""
-    most = max(1, -(-cut.programs // blocks))
-    return max(part for part in range(1, min(most, chunks, MOST_PARTS) + 1) if chunks % part == 0)
+    """The cut for a number of rows. Programs of several panels need whole ones of them in a group."""
+    cut = ONE if rows <= 8 else FEW if rows <= 16 else SOME if rows <= FEW_ROWS else MANY
+    if (weight.outputs // groups) % (64 * cut.panels) == 0:
+        return cut
+    return cut._replace(panels=1, warps=4)
 
 
 def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Tensor:
     """Contiguous bfloat16 rows [N, G*I] -> [N,O], float32 sums rounded once."""
     n, outputs, inputs = len(x_NX), weight.outputs, weight.inputs
     blocks, tiles = triton.cdiv(outputs, 64 * cut.panels), triton.cdiv(n, cut.tile)
-    splits = splits_for(cut, blocks * tiles, weight.codes.shape[2])
+    splits = parts_for(blocks * tiles, weight.codes.shape[2], cut.programs, x_NX.device)
     out = torch.empty(n, outputs, dtype=x_NX.dtype, device=x_NX.device)
     parts = out if splits == 1 else torch.empty(splits, n, outputs, dtype=torch.float32, device=x_NX.device)
     _product[(blocks, tiles, splits)](
         x_NX, weight.codes, weight.scales, out, parts, arrivals(weight.codes, blocks * tiles), n, n * outputs, K=inputs,
         R=outputs, GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import JUST_BELOW_TWO, e4m3_steps, fp8_group_scale, power_reciprocal, rounded
+from kvist.kernels.device.gpu import JUST_BELOW_TWO, begin, e4m3_steps, early, fp8_group_scale, power_reciprocal, rounded
 
 PLAIN = interpreted()
 FORMS = {"none": 0, "fp8": 1, "mxfp4": 2, "main_fp4": 3}
@@ -94,6 +94,7 @@ def _row(x, weight, cos, sin, out, codes, scales, page_of, row_of, stride_x, pag
          VALUES: tl.constexpr, BYTES: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
          PLAIN: tl.constexpr):  # fmt: skip
     """One row: norm, rotation of the last 2 PAIRS channels, format; values to `out` and bytes to a page's row."""
+    begin(PLAIN)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CP)
     inside = channel < C
@@ -166,7 +167,7 @@ def rows_gpu(
             flat, weight, cos, sin, out, out, out, out, out, flat.stride(0), 0, 0, eps, C=width,
             CP=triton.next_power_of_2(max(width, 32)), PAIRS=0 if table is None else cos.shape[1], NORM=norm is not None,
             FORM=FORMS[form], GROUP=GROUPS.get(form, 1), VALUES=True, BYTES=False, CODE_STRIDE=0, SCALE_STRIDE=0, PLAIN=PLAIN,
-            num_warps=_warps(width),
+            num_warps=_warps(width), **early(PLAIN),
         )  # fmt: skip
     return out.view(x.shape)
 
@@ -206,5 +207,5 @@ def write_rows(
         x_NC, weight, cos, sin, x_NC, codes, scales, page_N, row_N, x_NC.stride(0), codes.stride(0), scales.stride(0), eps,
         C=width, CP=triton.next_power_of_2(max(width, 32)), PAIRS=0 if table is None else cos.shape[1], NORM=norm is not None,
         FORM=FORMS[form], GROUP=group, VALUES=False, BYTES=True, CODE_STRIDE=codes.stride(1), SCALE_STRIDE=scales.stride(1),
-        PLAIN=PLAIN, num_warps=1 if width <= 512 else _warps(width),
+        PLAIN=PLAIN, num_warps=1 if width <= 512 else _warps(width), **early(PLAIN),
     )  # fmt: skip

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import operand
+from kvist.kernels.device.gpu import begin, early, operand
 from kvist.kernels.device.order_triton import ordered
 
 PLAIN = interpreted()
@@ -55,8 +54,7 @@ def _logits(x, gate, parts, N_ROWS, D: tl.constexpr, E: tl.constexpr, T: tl.cons
             SPLITS: tl.constexpr, STEPS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     """A part of the products of T rows and B experts, into `parts` [N,SPLITS,E]."""
     part, block, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if not PLAIN:
-        gdc_launch_dependents()
+    begin(PLAIN)
     n = (tile * T + tl.arange(0, T)).to(tl.int64)
     alive = n < N_ROWS
     e = block * B + tl.arange(0, B)
@@ -76,12 +74,10 @@ def _choose(parts, bias_text, bias_image, text, ids, weights, temperature, scale
     n = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EP)
     known = expert < E
-    if tl.load(text + n) != 0:
-        bias = tl.load(bias_text + expert, mask=known, other=0.0)
-    else:
-        bias = tl.load(bias_image + expert, mask=known, other=0.0)
-    if not PLAIN:
-        gdc_wait()
+    for_text = tl.load(bias_text + expert, mask=known, other=0.0)
+    for_image = tl.load(bias_image + expert, mask=known, other=0.0)
+    begin(PLAIN)
+    bias = tl.where(tl.load(text + n) != 0, for_text, for_image)
     logits = tl.zeros([EP], tl.float32)
     for part in tl.static_range(SPLITS):
         logits += tl.load(parts + (n * SPLITS + part) * E + expert, mask=known, other=0.0)
@@ -143,11 +139,11 @@ def route_gpu(
     parts = torch.empty(n * splits * experts, dtype=torch.float32, device=x_ND.device)
     _logits[(splits, blocks, tiles)](
         x_ND.contiguous(), gate_ED.contiguous(), parts, n, D=d, E=experts, T=cut.tile, B=cut.block, STEP=cut.step,
-        SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages,
+        SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
     )  # fmt: skip
     _choose[(n,)](
         parts, bias_text_E.float(), bias_image_E.float(), text_N.contiguous(), ids, weights, temperature, scale, E=experts,
         EP=triton.next_power_of_2(max(experts, 32)), K=k, NORMALISE=normalise, SPLITS=splits, PLAIN=PLAIN, num_warps=2,
-        **({} if PLAIN else {"launch_pdl": True}),
+        **early(PLAIN),
     )  # fmt: skip
     return ids, weights
