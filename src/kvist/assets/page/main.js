@@ -21,6 +21,8 @@ const live = new Live(byId("live"));
 const scope = new Scope(byId("token"));
 new Archive(history, session);
 
+let picked = false;
+
 function seen(part) {
   document.body.dataset.seen = part;
   byId("show-writing").setAttribute("aria-pressed", String(part === "writing"));
@@ -44,7 +46,7 @@ async function connect() {
   const { id, max_model_len: context, capabilities: can = {} } = session.model;
   const facts = [can.base ? "base model" : "tuned to chat", can.vision ? "vision" : "no vision", `context ${count(context)}`];
   byId("model").replaceChildren(element("b", {}, id), ` ${facts.join(" · ")}`);
-  if (!session.turns.length) session.fresh(can.base ? "text" : "chat");
+  if (!picked && !session.turns.length) session.fresh(can.base ? "text" : "chat");
   composer.say("");
   composer.update();
 }
@@ -74,6 +76,7 @@ byId("new-text").addEventListener("click", () => {
 });
 for (const radio of document.querySelectorAll('input[name="mode"]')) {
   radio.addEventListener("change", () => {
+    picked = true;
     session.fresh(radio.value);
     announce(radio.value === "chat" ? "A new chat" : "A new text");
   });

@@ -46,7 +46,11 @@ export class Reply {
     }
     this.body.append(...added[CONTENT]);
     this.thoughts.append(...added[REASONING]);
+    // Reasoning is open as long as nothing else is there to read.
+    if (added[REASONING].length && this.aside.hidden) this.aside.open = true;
     if (added[REASONING].length) this.aside.hidden = false;
+    if (added[CONTENT].length && !this.answered) this.aside.open = false;
+    this.answered ||= added[CONTENT].length > 0;
     const calls = this.turn.calls ?? [];
     if (calls.length) {
       this.calls.replaceChildren(

@@ -115,7 +115,9 @@ export class Session extends EventTarget {
       else if (turn.text) messages.push({ role: "assistant", content: turn.text });
     }
     const body = { ...this.sampling(), messages, logprobs: true };
-    if (effort !== null) body.reasoning_effort = effort;
+    // A base model never ends its reasoning, so it is not asked to begin.
+    const asked = effort ?? (this.model.capabilities?.base ? "none" : null);
+    if (asked !== null) body.reasoning_effort = asked;
     return { path: "v1/chat/completions", body };
   }
 

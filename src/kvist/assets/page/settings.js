@@ -20,7 +20,7 @@ const CHOICES = {
   },
   effort: {
     label: "Reasoning (chat)",
-    options: [["", "server's setting"], ["none", "off"], ["low", "low"], ["high", "high"], ["max", "max"]],
+    options: [["", "server's setting; off for a base model"], ["none", "off"], ["low", "low"], ["high", "high"], ["max", "max"]],
   },
 };
 

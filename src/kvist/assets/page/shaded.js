@@ -9,7 +9,8 @@ const AROUND = 8;
 const FOLDED = 24;
 const MOST = 4000;
 const GAMMA = 0.45;
-const FAINTEST = 0.1;
+const FAINTEST = 0.12;
+const STRONGEST = 48; // percent of the colour: text on it keeps its contrast in both themes
 
 export class Shaded {
   constructor(root) {
@@ -51,7 +52,7 @@ export class Shaded {
     const node = element("span", { class: classes.join(" "), data: { at } }, text);
     if (mass > 0) {
       const strong = FAINTEST + (1 - FAINTEST) * (mass / peak) ** GAMMA;
-      node.style.setProperty("--strength", `${Math.round(strong * 62)}%`);
+      node.style.setProperty("--strength", `${Math.round(strong * STRONGEST)}%`);
       node.title = `position ${count(at)}: ${percent(mass)}`;
     }
     return node;
