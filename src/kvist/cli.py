@@ -6,9 +6,11 @@ Must not compute anything about a model. Exit status: 0 good, 1 a check failed, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -61,6 +63,7 @@ class ExpertFormat(StrEnum):
 
 def main() -> NoReturn:
     """The entry point: run the command; what a user or a file caused becomes one red message and status 2."""
+    _ready_streams()
     try:
         app()
     except BrokenPipeError:
@@ -75,12 +78,25 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _ready_streams() -> None:
+    """A closed descriptor becomes the null device; input is UTF-8, strictly; output replaces what its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open as long as the process)
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def _is_users(error: Exception) -> bool:
     """True for what input can cause: ValueError, a file that cannot be used, and the named errors of the package."""
     return isinstance(error, ValueError | OSError) or type(error).__module__.partition(".")[0] == "kvist"
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
@@ -210,6 +226,35 @@ def generate(
         expert_budget_bytes=None if expert_budget is None else parse_bytes(expert_budget),
     )
     run_generate(model, read_prompt(prompt, prompt_file), params, options, _errors())
+
+
+@app.command()
+def chat(
+    model: Model,
+    mode: Annotated[str, typer.Option(help="chat, text (continue what is typed), or auto: text for base models")] = "auto",
+    system: Annotated[str, typer.Option(help="system message of a chat")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="nucleus; 1 is off")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="none: another one each time")] = None,
+    max_tokens: Annotated[int, typer.Option(help="most tokens of a reply")] = 512,
+    effort: Annotated[str, typer.Option(help="reasoning of a chat: none, low, high, max or 1..100")] = "high",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="memory for cache, slots and workspace")] = "1GB",
+    context: Annotated[int | None, typer.Option(help="longest conversation; none: what fits")] = None,
+    replay: Annotated[str, typer.Option(help="bounded (as published), exact, or a number of positions")] = "bounded",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    expert_budget: Annotated[str | None, typer.Option(metavar="SIZE", help="leave experts and tables in the files")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="pages and sessions; none: the user's cache directory")] = None,
+    cache_budget: Annotated[str, typer.Option(metavar="SIZE", help="bytes on disk for pages; 0 keeps none")] = "4GB",
+) -> None:
+    """Talk to a model in the terminal; sessions are saved and resumed through the page store (kvist[chat] edits lines)."""
+    from kvist.chat.loop import ChatOptions, run_chat
+    from kvist.engine.launch import LaunchOptions
+
+    options = ChatOptions(
+        mode=mode, system=system, temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens, effort=effort
+    )
+    places = LaunchOptions(memory=memory, context=context, replay=replay, dtype=dtype, expert_budget=expert_budget, max_running=1)
+    run_chat(model, options, dataclasses.replace(places, cache_dir=cache_dir, cache_budget=cache_budget))
 
 
 @app.command(

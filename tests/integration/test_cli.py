@@ -142,3 +142,41 @@ def test_conformance_of_a_shipped_case() -> None:
     result = kvist("conformance", case)
     assert result.returncode == 0, result.stdout
     assert result.stdout.rstrip().endswith(", 0 failed")
+
+
+def shell(script: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of shell in which `$K` is the command."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "K": f"{sys.executable} -m kvist", **env}
+    return subprocess.run(["bash", "-c", script], capture_output=True, timeout=300, check=False, env=environment)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_crash(closed: str) -> None:
+    """As under a supervisor that opens none: Python then has None where a stream would be."""
+    good = shell(f"$K plan tiny {closed}")
+    assert good.returncode == 0, good.stderr
+    assert shell(f"$K plan no-such-model {closed}").returncode == 2
+
+
+def test_a_closed_input_is_an_empty_one() -> None:
+    result = shell("$K generate nano --max-tokens 2 <&-")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == shell("$K generate nano --max-tokens 2 </dev/null").stdout
+
+
+def test_a_reader_that_leaves_is_no_crash() -> None:
+    result = shell("$K generate nano --prompt 'It was' --max-tokens 40 --temperature 1 | head -c 1; echo ${PIPESTATUS[0]} >&2")
+    assert result.stderr.split() == [b"1"]
+
+
+def test_standard_input_that_is_no_text() -> None:
+    result = shell(r"printf 'abc\xff' | $K generate nano --max-tokens 2")
+    assert result.returncode == 2
+    assert result.stderr.strip() == b"not UTF-8 text (invalid start byte at byte 3); convert it first"
+
+
+def test_an_output_that_lacks_a_character_gets_another() -> None:
+    """Greedy nano closes this quotation with a character that ASCII does not have."""
+    result = shell(r"printf '\u201cI am sorry' | $K generate nano --max-tokens 8", PYTHONIOENCODING="ascii", LC_ALL="C.UTF-8")
+    assert result.returncode == 0, result.stderr
+    assert b"?" in result.stdout
