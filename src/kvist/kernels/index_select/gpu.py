@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvist.kernels.device import interpreted
 from kvist.kernels.device.pages import DevicePages, multiprocessors, require_on_gpu
+from kvist.kernels.index_select.hopper import MOST_SCORES, fits, many_fit, select_hopper, select_many
 from kvist.kernels.index_select.ref import Selection
 from kvist.kernels.index_select.scan_triton import join, scan
 
@@ -113,6 +114,17 @@ def select_packed(
     if q_NJI.dtype is not torch.bfloat16 or q_NJI.shape[2] % 32:
         got = f"{q_NJI.dtype} of {q_NJI.shape[2]}"
         raise ValueError(f"packed keys are read by bfloat16 queries of a multiple of 32 channels, got {got}")
+    if tiling is None and fits(q_NJI, pages, k, block_size, publish_blocks):
+        if pool_NB is None and many_fit(q_NJI, groups_G2, k):
+            topk, maxima = select_many(
+                q_NJI, weight_NJ, pages, slot_N, visible_N, groups_G2, rows=rows, k=k, publish=publish_blocks > 0
+            )
+            limits = _block_limits(visible_N, block_size)
+            return Selection(topk, None if maxima is None else _join(maxima, None, limits, publish_blocks))
+        if 0 < len(q_NJI) * _scanned(rows, pool_NB, block_size) <= MOST_SCORES:
+            return select_hopper(
+                q_NJI, weight_NJ, pages, slot_N, visible_N, rows=rows, k=k, pool_NB=pool_NB, publish_blocks=publish_blocks
+            )
     cut = tiling or ScanTiling(together=1)
     return Selection(
         *_select(
@@ -136,7 +148,7 @@ def _select(
     tiling: ScanTiling,
 ) -> tuple[Tensor, Tensor | None]:
     n, device = q_NJI.shape[0], q_NJI.device
-    scanned = rows if pool_NB is None else pool_NB.shape[1] * block_size
+    scanned = _scanned(rows, pool_NB, block_size)
     if not n or not scanned:
         blank = torch.full((n, k), -1, dtype=torch.int32, device=device)
         return blank, torch.full((n, publish_blocks), -1, dtype=torch.int32, device=device) if publish_blocks else None
@@ -151,8 +163,17 @@ def _select(
     topk = ids if shares == 1 else _join(orders, ids, None, k)
     if not publish_blocks:
         return topk, None
-    limits = ((visible_N + block_size - 1) // block_size).to(torch.int32)
-    return topk, _join(block_orders, None, limits, publish_blocks)
+    return topk, _join(block_orders, None, _block_limits(visible_N, block_size), publish_blocks)
+
+
+def _block_limits(visible_N: Tensor, block_size: int) -> Tensor:
+    """How many candidate blocks each query sees."""
+    return ((visible_N + block_size - 1) // block_size).to(torch.int32)
+
+
+def _scanned(rows: int, pool_NB: Tensor | None, block_size: int) -> int:
+    """Keys that a query scores at most."""
+    return rows if pool_NB is None else pool_NB.shape[1] * block_size
 
 
 def _shares(scanned: int, groups: int, tiling: ScanTiling, programs: int) -> tuple[int, int]:

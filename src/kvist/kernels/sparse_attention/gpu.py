@@ -15,6 +15,7 @@ from torch import Tensor
 from kvist.kernels.device import interpreted
 from kvist.kernels.device.pages import DevicePages, multiprocessors, require_on_gpu
 from kvist.kernels.sparse_attention.attend_triton import LOG2_E, attend, combine
+from kvist.kernels.sparse_attention.hopper import attend_hopper, fits
 
 MOST_CHANNELS = 512
 HEADS_A_PROGRAM = 64
@@ -146,6 +147,9 @@ def attend_packed(
         raise ValueError(f"{rope[0].shape[1]} rotated pairs in {channels} channels")
     if planar and rope is not None:
         raise ValueError("planar queries are rotated by their producer; pass rope or planar, not both")
+    scales = ring.scales
+    if tiling is None and not planar and scales is not None and fits(q_NHC, ring.values, pages):
+        return attend_hopper(q_NHC, ring.values, scales, span_N2, slot_N, pages, topk_NK, sink_H, window=window, rope=rope)
     return _launch(q_NHC, ring, span_N2, slot_N, pages, topk_NK, sink_H, window, rope, tiling, planar=planar)
 
 

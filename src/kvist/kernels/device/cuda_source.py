@@ -1,0 +1,153 @@
+"""CUDA C++ kernels of this package: compiled by NVRTC (it comes with torch's CUDA build), launched on torch's current stream.
+
+A source is compiled once for the card's own architecture and kept in the user's cache folder. Must not know operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvist.kernels.device.require import GpuUnavailable
+from kvist.kernels.native.build import cache_folder
+
+_SHARED_BYTES_ATTRIBUTE = 8
+_OVERLAP_ATTRIBUTE = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class CudaError(RuntimeError):
+    """A CUDA driver or compiler call failed; the message holds what it said."""
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    """NVRTC of torch's CUDA version. Raises GpuUnavailable where none is found."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    beside = [path for folder in folders for path in glob.glob(f"{folder}/**/{name}", recursive=True)]
+    for path in [*beside, name, f"/usr/local/cuda/lib64/{name}"]:
+        try:
+            # NVRTC opens its builtins by name, which finds them only where they are loaded already.
+            for builtins in glob.glob(f"{Path(path).parent}/libnvrtc-builtins.so*") if "/" in path else []:
+                ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise GpuUnavailable(
+        f"impl 'gpu' compiles CUDA C++ with {name}, which was not found; pip install nvidia-cuda-nvrtc, or use 'ref'"
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(f"{what}: {(text.value or b'').decode() or code}")
+
+
+def compile_source(source: str, name: str, architecture: str) -> bytes:
+    """A cubin of CUDA C++ for e.g. "sm_90a". Raises CudaError with the compiler's log."""
+    nvrtc, program = _compiler(), ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None):
+        raise CudaError(f"NVRTC did not take {name}")
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"{name} does not compile for {architecture}: {log.value.decode(errors='replace')[:2000]}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def built(source: str, name: str, architecture: str) -> bytes:
+    """`compile_source`, from the user's cache folder where it lies there already."""
+    key = "\0".join((source, architecture, torch.version.cuda or "", torch.__version__))
+    file = f"{Path(name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    path = cache_folder(file) / file
+    if path.exists():
+        return path.read_bytes()
+    binary = compile_source(source, name, architecture)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
+        whole.write(binary)
+    os.replace(whole.name, path)
+    return binary
+
+
+class Kernel:
+    """A function of a compiled source that takes one structure by value."""
+
+    def __init__(self, function: ctypes.c_void_p, shared_bytes: int) -> None:
+        self._function = function
+        self._shared_bytes = shared_bytes
+        if shared_bytes > 48 << 10:
+            _checked(_driver().cuFuncSetAttribute(function, _SHARED_BYTES_ATTRIBUTE, shared_bytes), "shared memory of a kernel")
+
+    def launch(
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, shared_bytes: int | None = None
+    ) -> None:
+        """Run on the current stream; `overlap`: start before the kernel before it has ended (it must wait by itself).
+
+        `shared_bytes`: less dynamic shared memory than the kernel was made for.
+        """
+        attribute = _Attribute(id=_OVERLAP_ATTRIBUTE)
+        attribute.value[0] = 1
+        config = _Config(
+            grid=(blocks, 1, 1), block=(threads, 1, 1), shared_bytes=self._shared_bytes if shared_bytes is None else shared_bytes,
+            stream=torch.cuda.current_stream().cuda_stream, attributes=ctypes.pointer(attribute), attribute_count=int(overlap),
+        )  # fmt: skip
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _checked(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch of a kernel")
+
+
+@functools.cache
+def kernels(paths: tuple[Path, ...], shared_bytes: tuple[tuple[str, int], ...], device: int) -> dict[str, Kernel]:
+    """The named kernels of source files put together, with their dynamic shared memory, built for the card `device`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    torch.cuda.current_stream(device)
+    name = paths[-1].name
+    binary = built("".join(path.read_text() for path in paths), name, f"sm_{major}{minor}a")
+    module: Any = ctypes.c_void_p()
+    _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")
+    found = {}
+    for kernel, size in shared_bytes:
+        function = ctypes.c_void_p()
+        _checked(_driver().cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), f"{kernel} in {name}")
+        found[kernel] = Kernel(function, size)
+    return found

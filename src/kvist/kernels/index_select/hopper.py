@@ -1,0 +1,208 @@
+"""Index selection at the released widths on Hopper: when `select.cu` can run, how a call is cut, and its launches.
+
+Must not know requests or layers. Shapes as in `gpu.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.device import interpreted
+from kvist.kernels.device.arrivals import refuse_capture
+from kvist.kernels.device.cuda_source import kernels
+from kvist.kernels.device.pages import DevicePages, multiprocessors
+from kvist.kernels.index_select.ref import Selection
+
+CHANNELS, MOST_HEADS, BLOCK = 128, 32, 8
+BINS = 4096
+MOST_CHOSEN = 4096
+MOST_SCORES = 1 << 26
+"""Scores that `select_hopper` may keep for a call; `scan_triton` keeps none."""
+TILE = 64
+GROUP = 16
+"""Queries that `select_many` scores together."""
+MOST_OF_MANY = 2048
+SIFTED = 4096
+"""Scores a program of the second kernel reads at least."""
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "select.cu")
+_MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many.cu")
+_KERNELS = (("scan", 0), ("sift", 0), ("choose", 160 << 10))
+_MANY_KERNELS = (("scan_many", 136 << 10),)
+
+
+class _List(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("orders", "bins", "counts", "found", "out")),
+        *((name, ctypes.c_int32) for name in ("stride", "chosen", "room", "share", "shares", "number_shift")),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "weights", "pages", "table", "slots", "visible", "pool", "groups", "spill")),
+        ("rows", _List),
+        ("blocks", _List),
+        ("page_bytes", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "queries", "heads", "table_width", "key_codes", "key_scales", "page_shift", "pool_blocks", "publish", "limit",
+                "share", "shares", "group_count",
+            )
+        ),
+    )  # fmt: skip
+
+
+_zeroed: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blocks: int) -> bool:
+    """Whether the kernels take this call: Hopper, released widths, blocks of 8, pages of 2^i rows that lie on whole words."""
+    if interpreted() or torch.cuda.get_device_capability(q_NJI.device) != (9, 0):
+        return False
+    _, heads, channels = q_NJI.shape
+    if channels != CHANNELS or heads > MOST_HEADS or block_size != BLOCK or max(k, publish_blocks) > MOST_CHOSEN:
+        return False
+    return not pages.rows & (pages.rows - 1) and not any(
+        at % 16 for at in (pages.bytes_PB.data_ptr(), pages.page_bytes, pages.key_codes)
+    )
+
+
+def _counters_of(n: int) -> int:
+    return n * BINS + -(-n // 4) * 4
+
+
+def _counters(device: torch.device, n: int, lists: int) -> Tensor:
+    """Zeros that `choose` leaves zero: bins, then a count, of each query, for each list. Their users must be ordered."""
+    key = (device, n, lists)
+    if key not in _zeroed:
+        refuse_capture(device)
+        _zeroed[key] = torch.zeros(lists * _counters_of(n), dtype=torch.int32, device=device)
+    return _zeroed[key]
+
+
+def _number_shift(numbers: int) -> int:
+    """Ids below `numbers` shifted by this are below 1,024."""
+    return max(0, (max(numbers, 1) - 1).bit_length() - 10)
+
+
+def _list(counters: Tensor, at: int, n: int, length: int, k: int, programs: int) -> tuple[_List, Tensor, list[Tensor]]:
+    """One list of scores to choose from: its structure, its output, what must outlive the launch."""
+    device = counters.device
+    stride = -(-length // 4) * 4
+    room = max(4096, 1 << (4 * k - 1).bit_length())
+    orders = torch.empty(n * stride, dtype=torch.int32, device=device)
+    found = torch.empty(n * room * 2, dtype=torch.int32, device=device)
+    out = torch.empty(n, k, dtype=torch.int32, device=device)
+    share = max(SIFTED, -(-length * n // (2 * programs) // 1024) * 1024)
+    bins = counters.data_ptr() + 4 * at * _counters_of(n)
+    made = _List(
+        orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), stride, k, room, share,
+        -(-length // share), _number_shift(length),
+    )  # fmt: skip
+    return made, out, [orders, found]
+
+
+def _rest(
+    q_NJI: Tensor, weight_NJ: Tensor, pages: DevicePages, slot_N: Tensor, visible_N: Tensor, pool: Tensor | None
+) -> list[Tensor]:
+    """The tensors of a call in the kernels' order; the caller keeps them until it has launched."""
+    slots, visible = slot_N.to(torch.int32).contiguous(), visible_N.to(torch.int64).contiguous()
+    weight = weight_NJ.to(torch.bfloat16).contiguous()
+    return [q_NJI.contiguous(), weight, pages.bytes_PB, pages.table_ST, slots, visible, slots if pool is None else pool]
+
+
+def _of_pages(pages: DevicePages) -> tuple[int, int, int, int]:
+    return pages.table_ST.shape[1], pages.key_codes, pages.key_scales, pages.rows.bit_length() - 1
+
+
+def select_hopper(
+    q_NJI: Tensor,
+    weight_NJ: Tensor,
+    pages: DevicePages,
+    slot_N: Tensor,
+    visible_N: Tensor,
+    *,
+    rows: int,
+    k: int,
+    pool_NB: Tensor | None = None,
+    publish_blocks: int = 0,
+    share: int = 0,
+) -> Selection:
+    """See `gpu.select_packed`; only where `fits`. Every query reads its keys alone. `share`: keys a program (0: chosen)."""
+    n, heads, _ = q_NJI.shape
+    device = q_NJI.device
+    programs = multiprocessors(device)
+    pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
+    scanned = rows if pool is None else pool.shape[1] * BLOCK
+    chunk = share or max(256, -(-scanned * n // (4 * programs)))
+    chunk = -(-chunk // TILE) * TILE
+    counters = _counters(device, n, 2 if publish_blocks else 1)
+    main, topk, kept = _list(counters, 0, n, scanned, k, programs)
+    main.number_shift = _number_shift(rows)
+    other, blocks = _List(), None
+    if publish_blocks:
+        other, blocks, more = _list(counters, 1, n, -(-rows // BLOCK), publish_blocks, programs)
+        kept += more
+    tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
+    call = _Call(
+        *(t.data_ptr() for t in tensors), None, None, main, other, pages.page_bytes, n, heads, *_of_pages(pages),
+        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0,
+    )  # fmt: skip
+    found = kernels(_SOURCES, _KERNELS, device.index or 0)
+    found["scan"].launch(call, n * call.shares, 128)
+    found["sift"].launch(call, n * (main.shares + other.shares), 256, overlap=True)
+    shared = max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4)
+    found["choose"].launch(call, n * (2 if publish_blocks else 1), 512, overlap=True, shared_bytes=shared)
+    return Selection(topk, blocks)
+
+
+def many_fit(q_NJI: Tensor, groups_G2: Tensor, k: int) -> bool:
+    """Whether `select_many` is the better way for a call that fits otherwise: queries share keys, and fill the card."""
+    n, groups = len(q_NJI), len(groups_G2)
+    return k <= MOST_OF_MANY and n >= 4 * groups and groups * 8 >= multiprocessors(q_NJI.device)
+
+
+def select_many(
+    q_NJI: Tensor,
+    weight_NJ: Tensor,
+    pages: DevicePages,
+    slot_N: Tensor,
+    visible_N: Tensor,
+    groups_G2: Tensor,
+    *,
+    rows: int,
+    k: int,
+    publish: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries in groups of up to 16 that share keys: row ids [N,k], and with `publish` ordered block maxima int32 [N,blocks].
+
+    No score is kept but of what may still be chosen. Only where `fits` and `many_fit`.
+    """
+    n, heads, _ = q_NJI.shape
+    device, groups = q_NJI.device, len(groups_G2)
+    programs = multiprocessors(device)
+    tiles = -(-rows // TILE)
+    shares = max(1, min(8, 4096 // k, 2 * programs // groups, tiles // 64))
+    room = 4096
+    blocks = torch.empty((n, -(-rows // BLOCK)) if publish else (0, 0), dtype=torch.int32, device=device)
+    found, topk = (torch.empty(n, size, dtype=torch.int32, device=device) for size in (2 * room, k))
+    counts = torch.zeros(n, dtype=torch.int32, device=device)
+    grid = min(groups * shares, programs)
+    spill = torch.empty(grid * GROUP * 4096 * 2, dtype=torch.int32, device=device)
+    main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), 0, k, room, 0, 0, _number_shift(rows))
+    other = _List(orders=blocks.data_ptr(), stride=blocks.shape[1])
+    tensors, table = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, None), groups_G2.contiguous()
+    call = _Call(
+        *(t.data_ptr() for t in tensors), table.data_ptr(), spill.data_ptr(), main, other, pages.page_bytes, n, heads,
+        *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups,
+    )  # fmt: skip
+    kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)["scan_many"].launch(call, grid, 384)
+    choose = kernels(_SOURCES, _KERNELS, device.index or 0)["choose"]
+    choose.launch(call, n, 512, shared_bytes=room * 8 + k * 4)
+    return topk, blocks if publish else None

@@ -1,0 +1,140 @@
+// What the kernels of index selection share: a call, packed keys as matrix operands, ordered scores, sums over a block.
+//
+// Put before each source (there are no include paths). Owns formats and layouts; knows no launch.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+static const int BINS = 4096, BIN_SHIFT = 20;
+static const int BLOCK = 8;  // keys of a candidate block
+
+struct List {  // scores to choose from: of keys, or of candidate blocks
+  u32 *orders, *bins, *counts;
+  uint2* found;
+  int* out;
+  int stride, chosen, room, share, shares, number_shift;
+};
+struct Call {
+  const u8 *q, *weights, *pages;
+  const int *table, *slots;
+  const i64 *visible;
+  const int *pool, *groups;
+  uint2* spill;
+  List rows, blocks;
+  i64 page_bytes;
+  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ float positive(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ u32 ordered(float x) {
+  u32 bits = x == 0.f ? 0u : __float_as_uint(x);
+  return bits ^ ((u32)((int)bits >> 31) >> 1) ^ 0x80000000u;
+}
+// Eight E2M1 codes as four bfloat16 pairs (codes r and r + 4 of the word), times `factor`.
+__device__ __forceinline__ void expand(u32 w, u32 factor, u32* even, u32* odd, int row) {
+  u32 z = w >> 8;
+  // A nibble of each half word: its sign to bit 15, its magnitude to bits 6 to 8, where it reads as code * 2^-126.
+  even[row] = times(((w & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
+  even[2 + row] = times(((w & 0x00F000F0u) * 0x104u) & 0x81C081C0u, factor);
+  odd[row] = times(((z & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
+  odd[2 + row] = times(((z & 0x00F000F0u) * 0x104u) & 0x81C081C0u, factor);
+}
+
+struct Keys {  // a thread's part of two rows: a group of 32 channels
+  uint4 code[2];
+  u32 scale[2];
+};
+
+
+// A query's view of its keys: where the key of a row lies, and a thread's part of it.
+struct Reader {
+  const Call& c;
+  const int* table;
+
+  __device__ __forceinline__ int page_of(int row) const { return row < 0 ? 0 : table[row >> c.page_shift]; }
+  __device__ __forceinline__ void load(Keys& k, const int (&row)[2], const int (&page)[2], int group) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      k.code[h] = make_uint4(0, 0, 0, 0);
+      k.scale[h] = 127;
+      if (row[h] >= 0) {
+        const u8* base = c.pages + page[h] * c.page_bytes;
+        int inside = row[h] & ((1 << c.page_shift) - 1);
+        k.code[h] = __ldg((const uint4*)(base + c.key_codes + inside * 64 + group * 16));
+        k.scale[h] = __ldg(base + c.key_scales + inside * 4 + group);
+      }
+    }
+  }
+};
+
+// Both rows as the left operand of 8 products of 16 channels.
+__device__ __forceinline__ void expand_keys(const Keys& k, u32 (&a)[8][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    // 2^62 of the factor of 2^126 that codes need: no scale below 2^66 overflows. `score_order` undoes the rest.
+    u32 factor = (min(k.scale[h], 193u) + 62u) * 0x00800080u;
+    expand(k.code[h].x, factor, a[0], a[1], h);
+    expand(k.code[h].y, factor, a[2], a[3], h);
+    expand(k.code[h].z, factor, a[4], a[5], h);
+    expand(k.code[h].w, factor, a[6], a[7], h);
+  }
+}
+// The sum of a quad's parts as an ordered number; 0 where there is no key.
+__device__ __forceinline__ u32 score_order(float sum, bool here) {
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  return here ? ordered(sum * 1.8446744073709552e19f) : 0u;  // 2^64
+}
+
+// Eight channels of a query (unit 0 to 15 of a head) to their places in a tile of `rows` rows of 128 bytes and two chunks.
+__device__ __forceinline__ void put_query(u8* tile, int rows, int row, int unit, uint4 v) {
+  int of = unit >> 2, word = unit & 3;
+  // Pairs of channels (r, r + 4), as `expand` gives the keys'.
+  u32 pairs[4] = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                  __byte_perm(v.y, v.w, 0x7632)};
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    int place = 16 * (2 * word + (r >> 1)) + 2 * of + 8 * (r & 1), inner = (place & 63) * 2;
+    *(u32*)(tile + (place >> 6) * rows * 128 + row * 128 + ((((inner >> 4) ^ (row & 7)) << 4) | (inner & 15))) = pairs[r];
+  }
+}
+__device__ __forceinline__ u64 descriptor(const void* p) {
+  return (u64)((shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+__device__ __forceinline__ float bfloat_at(const u8* p) { return __uint_as_float((u32) * (const unsigned short*)p << 16); }
+
+// Sum over a block of THREADS, and the sum over higher threads. `room` holds 33 words.
+template <int THREADS> __device__ __forceinline__ u32 above(u32 mine, u32* room, u32* all) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u32 sum = mine;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    u32 other = __shfl_down_sync(~0u, sum, by);
+    if (lane + by < 32) sum += other;
+  }
+  __syncthreads();
+  if (lane == 0) room[warp] = sum;
+  __syncthreads();
+  u32 higher = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; w++) {
+    u32 x = room[w];
+    total += x;
+    if (w > warp) higher += x;
+  }
+  *all = total;
+  return higher + sum - mine;
+}
+

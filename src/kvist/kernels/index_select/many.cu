@@ -1,0 +1,214 @@
+// Index selection of many queries that share keys (prefill), for Hopper (sm_90a). No score leaves a block unless it may be chosen.
+//
+// A block owns up to 16 queries of one request and a share of their keys. Its three warpgroups expand a tile of 64 keys each into
+// registers and multiply it with all queries; what beats a query's K-th best so far goes to its spill of 4,096 entries, which is cut
+// back to the K best when it might overflow. `choose` (select.cu) picks among what is left. Knows no requests and no layers.
+
+static const int MEMBERS = 16, TOGETHER = 4;     // queries of a block, of one product
+static const int THREADS = 384, GROUPS = THREADS / 128;
+static const int SPILL = 4096, EPOCH = 10;       // entries of a query; tiles of a warpgroup between two looks at the spills
+static const int FULL = SPILL - EPOCH * GROUPS * 64;
+static const int SET_BYTES = 128 * 256;          // four queries' tile
+static const int WEIGHTS_AT = MEMBERS / TOGETHER * SET_BYTES;
+
+__device__ __forceinline__ void product_128(float (&d)[64], const u32* a, u64 b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+
+struct Block {  // what the threads of a block share beside the queries
+  u32 count[MEMBERS], least[MEMBERS];
+  int sees[MEMBERS];
+  u32 bins[256], room[33], cut[2], kept;
+};
+
+// Keep the K best of a query's spill; among equals of the K-th the lower ids. All threads of the block.
+__device__ void cut_back(const Call& c, Block& b, uint2* spill, int member) {
+  static const int MINE = (SPILL + THREADS - 1) / THREADS;
+  uint2 e[MINE];
+  u32 count = b.count[member], t = threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    u32 at = t + i * THREADS;
+    e[i] = at < count ? spill[at] : make_uint2(0, 0);
+  }
+  u32 value = 0, number = 0, want = c.rows.chosen;
+  for (int pass = 0; pass < 8; pass++) {
+    int shift = 24 - 8 * (pass & 3);
+    if (t < 256) b.bins[t] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      if (!e[i].x || (pass >= 4 && e[i].x != value)) continue;
+      u32 x = pass < 4 ? e[i].x : ~e[i].y, known = pass < 4 ? value : number;
+      if (shift < 24 && (x ^ known) >> (shift + 8)) continue;
+      atomicAdd(b.bins + ((x >> shift) & 255), 1);
+    }
+    __syncthreads();
+    u32 mine = t < 256 ? b.bins[t] : 0, total;
+    u32 higher = above<THREADS>(mine, b.room, &total);
+    if (pass == 4 && total == want) break;
+    if (t < 256 && higher < want && higher + mine >= want) b.cut[0] = t, b.cut[1] = want - higher;
+    __syncthreads();
+    if (pass < 4) value |= b.cut[0] << shift;
+    else number |= b.cut[0] << shift;
+    want = b.cut[1];
+  }
+  if (t == 0) b.kept = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < MINE; i++)
+    if (e[i].x > value || (e[i].x && e[i].x == value && ~e[i].y >= number)) spill[atomicAdd(&b.kept, 1)] = e[i];
+  __syncthreads();
+  if (t == 0) b.count[member] = b.kept, b.least[member] = value;
+  __syncthreads();
+}
+
+// Take what beats its query's least into the spill. Lanes 0 and 1 of a quad hold the scores of keys 8 apart.
+__device__ __forceinline__ void take(Block& b, uint2* spill, int member, u32 order, int row, int lane) {
+  bool taken = (lane & 3) < 2 && order > b.least[member];
+  u32 who = __ballot_sync(~0u, taken);
+  if (!who) return;
+  u32 to = 0;
+  if (lane == 0) to = atomicAdd(b.count + member, __popc(who));
+  to = __shfl_sync(~0u, to, 0) + __popc(who & ((1u << lane) - 1));
+  if (taken) spill[to] = make_uint2(order, row);
+}
+
+// Best of each block of 8 rows of a warp's 16; lane 0 and 1 write them.
+__device__ __forceinline__ void publish(const Call& c, int line, int sees, u32 first, u32 second, int tile_row, int lane) {
+#pragma unroll
+  for (int by = 4; by < 32; by *= 2) {
+    first = max(first, __shfl_xor_sync(~0u, first, by));
+    second = max(second, __shfl_xor_sync(~0u, second, by));
+  }
+  int block = tile_row / BLOCK + lane;
+  if (lane < 2 && block * BLOCK < sees)
+    c.blocks.orders[(i64)line * c.blocks.stride + block] = block == (sees - 1) / BLOCK ? ~0u : (lane ? second : first);
+}
+
+struct Span {  // of tiles of 64 keys
+  int first_query, members, first, stop;
+};
+
+__device__ void scan_share(const Call& c, u8* shared, Block& b, uint2* spills, Span x) {
+  int wide = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, group = lane & 3;
+  Reader reader{c, c.table + (i64)c.slots[x.first_query] * c.table_width};
+  int most = 0;
+  for (int m = 0; m < x.members; m++) most = max(most, b.sees[m]);
+  int stop = min(x.stop, (most + 63) / 64);
+  auto row_at = [&](int tile, int h) {
+    int row = tile * 64 + warp * 16 + (lane >> 2) + 8 * h;
+    return tile < stop && row < most ? row : -1;
+  };
+  const float* weights = (const float*)(shared + WEIGHTS_AT) + 2 * group;
+  int row[2], page[2], next_row[2], next_page[2];
+  Keys keys;
+  int tile = x.first + wide;
+#pragma unroll
+  for (int h = 0; h < 2; h++) row[h] = row_at(tile, h), page[h] = reader.page_of(row[h]);
+  reader.load(keys, row, page, group);
+#pragma unroll
+  for (int h = 0; h < 2; h++) next_row[h] = row_at(tile + GROUPS, h), next_page[h] = reader.page_of(next_row[h]);
+  for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
+    for (int i = 0; i < EPOCH && tile < stop; i++, tile += GROUPS) {
+      u32 a[8][4];
+      expand_keys(keys, a);
+      int here[2] = {row[0], row[1]};
+#pragma unroll
+      for (int h = 0; h < 2; h++) row[h] = next_row[h], page[h] = next_page[h];
+      reader.load(keys, row, page, group);
+#pragma unroll
+      for (int h = 0; h < 2; h++) next_row[h] = row_at(tile + 2 * GROUPS, h), next_page[h] = reader.page_of(next_row[h]);
+      for (int set = 0; set * TOGETHER < x.members; set++) {
+        float d[64];
+        u64 base = descriptor(shared + set * SET_BYTES);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int step = 0; step < 8; step++) product_128(d, a[step], base + (step >> 2) * 1024 + (step & 3) * 2, step > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int r = 0; r < TOGETHER; r++) {
+          int member = set * TOGETHER + r;
+          float sum[2] = {0.f, 0.f};
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            float2 w = *(const float2*)(weights + member * 32 + 8 * j);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              sum[h] = fmaf(positive(d[4 * (4 * r + j) + 2 * h]), w.x, sum[h]);
+              sum[h] = fmaf(positive(d[4 * (4 * r + j) + 2 * h + 1]), w.y, sum[h]);
+            }
+          }
+          int sees = b.sees[member];
+          u32 first = score_order(sum[0], here[0] >= 0 && here[0] < sees), second = score_order(sum[1], here[1] >= 0 && here[1] < sees);
+          take(b, spills + member * SPILL, member, group ? second : first, group ? here[1] : here[0], lane);
+          if (c.publish) publish(c, x.first_query + member, sees, first, second, tile * 64 + warp * 16, lane);
+        }
+      }
+    }
+    __syncthreads();
+    for (int m = 0; m < x.members; m++)
+      if (b.count[m] > FULL) cut_back(c, b, spills + m * SPILL, m);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_many(const __grid_constant__ Call c) {
+  extern __shared__ u8 raw[];
+  u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+  Block& b = *(Block*)(shared + WEIGHTS_AT + MEMBERS * 32 * 4);
+  uint2* spills = c.spill + (i64)blockIdx.x * MEMBERS * SPILL;
+  int t = threadIdx.x;
+  for (int item = blockIdx.x; item < c.group_count * c.shares; item += gridDim.x) {
+    int number = item / c.shares, share = item % c.shares;
+    Span x{c.groups[2 * number], min(c.groups[2 * number + 1], MEMBERS), share * c.share, (share + 1) * c.share};
+    __syncthreads();
+    for (int i = t; i < MEMBERS * 512; i += THREADS) {
+      int member = i >> 9, head = (i >> 4) & 31, unit = i & 15;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (member < x.members && head < c.heads)
+        v = *(const uint4*)(c.q + (((i64)(x.first_query + member) * c.heads + head) * 128 + unit * 8) * 2);
+      put_query(shared + member / TOGETHER * SET_BYTES, 128, member % TOGETHER * 32 + head, unit, v);
+    }
+    for (int i = t; i < MEMBERS * 32; i += THREADS) {
+      int member = i >> 5, head = i & 31;
+      bool real = member < x.members && head < c.heads;
+      ((float*)(shared + WEIGHTS_AT))[i] = real ? bfloat_at(c.weights + ((i64)(x.first_query + member) * c.heads + head) * 2) : 0.f;
+    }
+    if (t < MEMBERS) {
+      b.count[t] = b.least[t] = 0;
+      b.sees[t] = t < x.members ? min((int)c.visible[x.first_query + t], c.limit) : 0;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    scan_share(c, shared, b, spills, x);
+    __syncthreads();
+    for (int m = 0; m < x.members; m++) {
+      // Lists of several shares must fit one query's room.
+      if (c.shares > 1 && b.count[m] > (u32)c.rows.chosen) cut_back(c, b, spills + m * SPILL, m);
+      int line = x.first_query + m;
+      u32 count = b.count[m];
+      if (t == 0) b.kept = atomicAdd(c.rows.counts + line, count);
+      __syncthreads();
+      uint2* to = c.rows.found + (i64)line * c.rows.room + b.kept;
+      for (u32 i = t; i < count; i += THREADS) to[i] = spills[m * SPILL + i];
+      __syncthreads();
+    }
+  }
+}

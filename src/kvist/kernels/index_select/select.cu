@@ -1,0 +1,275 @@
+// Index selection over MXFP4 keys in pages, for Hopper (sm_90a): scores of 32 heads x 128 channels, then the exact K best.
+//
+// `scan` scores a share of a query's keys (keys are the left operand, expanded in registers), writes each score as an ordered number
+// and counts them in 4,096 bins; `sift` collects what lies in the bins that hold the K best; `choose` picks exactly, ties to the
+// lower id, ascending. The three overlap their launches. Knows no requests and no layers.
+
+__device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u64 b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+
+
+extern "C" __global__ void __launch_bounds__(128, 4) scan(const __grid_constant__ Call c) {
+  __shared__ __align__(1024) u8 queries[8192];
+  __shared__ u32 bins[BINS];
+  __shared__ u32 block_bins[BINS];
+  int n = blockIdx.x / c.shares, share = blockIdx.x % c.shares;
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane & 3;
+  int sees = min((int)c.visible[n], c.limit), slot = c.slots[n];
+  int end = min((share + 1) * c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
+  const int* table = c.table + (i64)slot * c.table_width;
+  const int* pool = c.pool + (i64)n * c.pool_blocks;
+  int at = share * c.share + warp * 16 + (lane >> 2);
+
+  // The key at a place: its row, -1 for none.
+  auto row_at = [&](int place) {
+    if (place >= end) return -1;
+    int row = place;
+    if (c.pool_blocks) {
+      int block = pool[place >> 3];
+      row = block < 0 ? -1 : block * BLOCK + (place & 7);
+    }
+    return row < sees ? row : -1;
+  };
+  Reader reader{c, table};
+  int row[2], page[2], next_row[2], next_page[2];
+  Keys keys;
+#pragma unroll
+  for (int h = 0; h < 2; h++) row[h] = row_at(at + 8 * h), page[h] = reader.page_of(row[h]);
+  reader.load(keys, row, page, group);
+#pragma unroll
+  for (int h = 0; h < 2; h++) next_row[h] = row_at(at + 64 + 8 * h), next_page[h] = reader.page_of(next_row[h]);
+
+  for (int i = threadIdx.x; i < 512; i += 128) {
+    int head = i >> 4, unit = i & 15;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (head < c.heads) v = *(const uint4*)(c.q + (((i64)n * c.heads + head) * 128 + unit * 8) * 2);
+    put_query(queries, 32, head, unit, v);
+  }
+  float weight[8];
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    int head = 8 * (j >> 1) + 2 * group + (j & 1);
+    weight[j] = head < c.heads ? bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
+  }
+  for (int i = threadIdx.x; i < BINS; i += 128) bins[i] = 0;
+  if (c.publish)
+    for (int i = threadIdx.x; i < BINS; i += 128) block_bins[i] = 0;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  u64 base = descriptor(queries);
+  u32* orders = c.rows.orders + (i64)n * c.rows.stride;
+  for (int tile = share * c.share; tile < end; tile += 64, at += 64) {
+    u32 a[8][4];
+    expand_keys(keys, a);
+    int here[2] = {row[0], row[1]};
+#pragma unroll
+    for (int h = 0; h < 2; h++) row[h] = next_row[h], page[h] = next_page[h];
+    reader.load(keys, row, page, group);
+    float d[16];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < 8; step++) product_32(d, a[step], base + (step >> 2) * 256 + (step & 3) * 2, step > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int h = 0; h < 2; h++) next_row[h] = row_at(at + 128 + 8 * h), next_page[h] = reader.page_of(next_row[h]);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    u32 order[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum = fmaf(positive(d[4 * (j >> 1) + 2 * h + (j & 1)]), weight[j], sum);
+      order[h] = score_order(sum, here[h] >= 0);
+    }
+    // Lanes 0 and 1 of a quad write the keys 8 apart.
+    if (group < 2) {
+      u32 mine = group ? order[1] : order[0];
+      int place = at + 8 * group;
+      if (place < end) {
+        orders[place] = mine;
+        if (mine) atomicAdd(bins + (mine >> BIN_SHIFT), 1);
+      }
+    }
+    if (c.publish) {
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) order[h] = max(order[h], __shfl_xor_sync(~0u, order[h], by));
+      int block = (tile + warp * 16) / BLOCK + lane;
+      if (lane < 2 && block * BLOCK < sees && block * BLOCK < end) {
+        u32 best = block == (sees - 1) / BLOCK ? ~0u : (lane ? order[1] : order[0]);
+        c.blocks.orders[(i64)n * c.blocks.stride + block] = best;
+        atomicAdd(block_bins + (best >> BIN_SHIFT), 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < BINS; i += 128) {
+    if (bins[i]) atomicAdd(c.rows.bins + (i64)n * BINS + i, bins[i]);
+    if (c.publish && block_bins[i]) atomicAdd(c.blocks.bins + (i64)n * BINS + i, block_bins[i]);
+  }
+}
+
+__device__ __forceinline__ int length_of(const Call& c, const List& list, int n, bool blocks) {
+  int sees = min((int)c.visible[n], c.limit);
+  if (blocks) return (sees + BLOCK - 1) / BLOCK;
+  return c.pool_blocks ? c.pool_blocks * BLOCK : sees;
+}
+__device__ __forceinline__ int id_at(const Call& c, int n, bool blocks, int place) {
+  if (blocks || !c.pool_blocks) return place;
+  return c.pool[(i64)n * c.pool_blocks + (place >> 3)] * BLOCK + (place & 7);
+}
+
+extern "C" __global__ void __launch_bounds__(256) sift(const __grid_constant__ Call c) {
+  __shared__ u32 room[33];
+  __shared__ u32 least;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  bool blocks = blockIdx.x >= c.queries * c.rows.shares;
+  const List& list = blocks ? c.blocks : c.rows;
+  int number = blocks ? blockIdx.x - c.queries * c.rows.shares : blockIdx.x;
+  int n = number / list.shares, share = number % list.shares;
+  // The lowest bin that still holds one of the K best.
+  const uint4* from = (const uint4*)(list.bins + (i64)n * BINS + threadIdx.x * 16);
+  u32 held[16], mine = 0, all;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint4 v = from[i];
+    held[4 * i] = v.x, held[4 * i + 1] = v.y, held[4 * i + 2] = v.z, held[4 * i + 3] = v.w;
+    mine += v.x + v.y + v.z + v.w;
+  }
+  if (threadIdx.x == 0) least = 0;
+  u32 higher = above<256>(mine, room, &all);
+  if (higher < (u32)list.chosen && higher + mine >= (u32)list.chosen) {
+    int bin = 15;
+    u32 sum = higher;
+#pragma unroll
+    for (int i = 15; i >= 0; i--) {
+      if (sum < (u32)list.chosen) bin = i;
+      sum += held[i];
+    }
+    least = threadIdx.x * 16 + bin;
+  }
+  __syncthreads();
+  u32 floor = max(least << BIN_SHIFT, 1u);
+  const u32* orders = list.orders + (i64)n * list.stride;
+  int end = min((share + 1) * list.share, length_of(c, list, n, blocks));
+  int lane = threadIdx.x & 31;
+  for (int at = share * list.share + (threadIdx.x & ~31) * 4; at < end; at += 1024) {
+    u32 x[4];
+    int place = at + 4 * lane;
+    if (place + 3 < end) {
+      uint4 v = *(const uint4*)(orders + place);
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = place + i < end ? orders[place + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      bool taken = x[i] >= floor;
+      u32 who = __ballot_sync(~0u, taken);
+      if (!who) continue;
+      u32 to = 0;
+      if (lane == 0) to = atomicAdd(list.counts + n, __popc(who));
+      to = __shfl_sync(~0u, to, 0) + __popc(who & ((1u << lane) - 1));
+      if (taken && to < (u32)list.room) list.found[(i64)n * list.room + to] = make_uint2(x[i], id_at(c, n, blocks, place + i));
+    }
+  }
+}
+
+static const int CHOOSERS = 512;
+
+extern "C" __global__ void __launch_bounds__(CHOOSERS) choose(const __grid_constant__ Call c) {
+  extern __shared__ uint2 held[];
+  __shared__ u32 room[33];
+  __shared__ u32 bins[1024];
+  __shared__ u32 cut[2];
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  bool blocks = blockIdx.x >= c.queries;
+  const List& list = blocks ? c.blocks : c.rows;
+  int n = blocks ? blockIdx.x - c.queries : blockIdx.x, t = threadIdx.x;
+  u32 count = list.counts[n];
+  // More candidates than there is room for (many equal scores): read all scores again, as often as needed.
+  bool again = count > (u32)list.room;
+  const u32* orders = list.orders + (i64)n * list.stride;
+  int length = again ? length_of(c, list, n, blocks) : (int)count;
+  auto entry = [&](int i) {
+    if (!again) return held[i];
+    return make_uint2(orders[i], (u32)id_at(c, n, blocks, i));
+  };
+  if (!again)
+    for (int i = t; i < length; i += CHOOSERS) held[i] = list.found[(i64)n * list.room + i];
+  if (list.bins)
+    for (int i = t; i < BINS; i += CHOOSERS) list.bins[(i64)n * BINS + i] = 0;
+  __syncthreads();
+  if (t == 0) list.counts[n] = 0;
+
+  // The K-th best score, 8 bits at a time; then, among its equals, the last id that is taken (as ~id: higher is better).
+  u32 value = 0, number = 0, want = list.chosen;
+  bool all = true;  // every entry is taken
+  for (int pass = 0; pass < 8; pass++) {
+    int shift = 24 - 8 * (pass & 3);
+    if (t < 256) bins[t] = 0;
+    __syncthreads();
+    for (int i = t; i < length; i += CHOOSERS) {
+      uint2 e = entry(i);
+      if (!e.x) continue;
+      u32 x = pass < 4 ? e.x : ~e.y, known = pass < 4 ? value : number;
+      if (pass >= 4 && e.x != value) continue;
+      if (shift < 24 && (x ^ known) >> (shift + 8)) continue;
+      atomicAdd(bins + ((x >> shift) & 255), 1);
+    }
+    __syncthreads();
+    u32 mine = t < 256 ? bins[t] : 0, total;
+    u32 higher = above<CHOOSERS>(mine, room, &total);
+    if (pass == 0 && total <= want) break;
+    if (pass == 0) all = false;
+    if (pass == 4 && total == want) {
+      number = 0;
+      break;
+    }
+    if (t < 256 && higher < want && higher + mine >= want) cut[0] = t, cut[1] = want - higher;
+    __syncthreads();
+    if (pass < 4) value |= cut[0] << shift; else number |= cut[0] << shift;
+    want = cut[1];
+  }
+  auto chosen = [&](uint2 e) { return e.x && (all || e.x > value || (e.x == value && ~e.y >= number)); };
+  // Ascending: 1,024 runs of ids, then the rank within a run.
+  for (int i = t; i < 1024; i += CHOOSERS) bins[i] = 0;
+  __syncthreads();
+  for (int i = t; i < length; i += CHOOSERS) {
+    uint2 e = entry(i);
+    if (chosen(e)) atomicAdd(bins + (1023 - (e.y >> list.number_shift)), 1);
+  }
+  __syncthreads();
+  // Runs lie reversed, so that the sum over higher threads is the start of a run.
+  u32 first = bins[2 * t], second = bins[2 * t + 1], total;
+  u32 higher = above<CHOOSERS>(first + second, room, &total);
+  __syncthreads();
+  bins[2 * t] = higher + second, bins[2 * t + 1] = higher;
+  __syncthreads();
+  int* out = list.out + (i64)n * list.chosen;
+  u32* sorted = (u32*)(held + list.room);
+  for (int i = t; i < length; i += CHOOSERS) {
+    uint2 e = entry(i);
+    if (chosen(e)) sorted[atomicAdd(bins + (1023 - (e.y >> list.number_shift)), 1)] = e.y;
+  }
+  __syncthreads();
+  for (u32 i = t; i < total; i += CHOOSERS) {
+    u32 id = sorted[i], run = 1023 - (id >> list.number_shift);
+    u32 start = run == 1023 ? 0 : bins[run + 1], stop = bins[run], rank = start;
+    for (u32 j = start; j < stop; j++) rank += sorted[j] < id;
+    out[rank] = (int)id;
+  }
+  for (int i = total + t; i < list.chosen; i += CHOOSERS) out[i] = -1;
+}
