@@ -22,6 +22,7 @@ MODULES: dict[str, str] = {
     "engine": "engine_speed",
     "engine-modes": "engine_modes",
     "replay-cost": "replay_cost",
+    "restore-cost": "restore_cost",
     "agent": "agent_trace",
     "replay": "replay_quality",
     "gpu-experts": "gpu_experts",
