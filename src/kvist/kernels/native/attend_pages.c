@@ -17,6 +17,7 @@ typedef struct {
     float *out;
     int64_t heads, selected, tile, most_keys;
     int block;
+    int64_t *missing;
 } attend_job;
 
 /* Row ids of a tile that are decoded already: open addressing; a cell counts only under the current stamp. */
@@ -27,11 +28,13 @@ typedef struct {
     int32_t now;
 } row_map;
 
-static row_map make_map(int64_t most)
+static row_map make_map(int64_t most, int64_t *missing)
 {
     int64_t cells = 16;
     while (cells < 2 * most) cells *= 2;
-    return (row_map){malloc((size_t)cells * 8), calloc((size_t)cells, 4), malloc((size_t)cells * 4), cells - 1, 0};
+    row_map map = {claim(cells * 8, missing), claim(cells * 4, missing), claim(cells * 4, missing), cells - 1, 0};
+    if (map.stamp) memset(map.stamp, 0, (size_t)cells * 4);
+    return map;
 }
 
 /* Where row `id` lies among the decoded ones; `next` if it is new. */
@@ -63,11 +66,12 @@ static void attend_range(void *context, int64_t first, int64_t stop)
 {
     const attend_job *job = context;
     int64_t c = job->ring->width, k = job->selected, size = job->heads * c;
-    const float **keys = malloc((size_t)(job->most_keys + 1) * sizeof *keys);
-    float *scratch = aligned_alloc(64, (size_t)(job->most_keys + 16 + c) * 32 / 64 * 64);
-    float *decoded = k ? aligned_alloc(64, ((size_t)(job->tile * k * c) * 4 + 63) / 64 * 64) : NULL;
-    row_map map = make_map(k ? job->tile * k : 1);
-    for (int64_t t = first; t < stop; t++) {
+    const float **keys = claim((job->most_keys + 1) * (int64_t)sizeof *keys, job->missing);
+    float *scratch = claim((job->most_keys + 16 + c) * 32, job->missing);
+    float *decoded = claim(job->tile * k * c * 4, job->missing);
+    row_map map = make_map(k ? job->tile * k : 1, job->missing);
+    int ready = keys && scratch && decoded && map.id && map.stamp && map.place;
+    for (int64_t t = first; t < stop && ready; t++) {
         const query_tile *tile = job->tiles + t;
         const segment *part = job->segments + tile->segment;
         int32_t rows = 0;
@@ -116,13 +120,14 @@ void kvist_rings_write(const window_ring *ring, const segment *segments, int64_t
     }
 }
 
-/* Returns 0, or 1 + the segment whose ring has lost entries it needs (nothing is written then).
+/* Returns 0, 1 + the segment whose ring has lost entries it needs, or -missing (see `claim`); no ring is written then.
  * `block`: every query sees its whole segment, nothing is kept. `source` may be NULL (window only). */
 int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, const segment *segments, int64_t count,
                            const float *q, const float *window, const int64_t *topk, int64_t selected, const float *sink,
                            float *out, int64_t heads, int block, int threads)
 {
-    int64_t *firsts = malloc((size_t)(count + 1) * 8), longest = 0, failed = 0, tiles;
+    int64_t longest = 0, failed = 0, missing = 0, tiles, *firsts = claim(count * 8, &missing);
+    if (!firsts) return -missing;
     for (int64_t s = 0; s < count; s++) {
         firsts[s] = first_held(ring, segments + s);
         if (firsts[s] < 0 && !failed) failed = s + 1;
@@ -133,13 +138,13 @@ int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, c
         tile = tile > MOST_TILE ? MOST_TILE : tile;
         tile = tile > longest ? longest : tile;
         tile = tile < 1 ? 1 : tile;
-        query_tile *list = tile_segments(segments, count, tile, &tiles);
+        query_tile *list = tile_segments(segments, count, tile, &tiles, &missing);
         int64_t most = ring->window + k + (block ? longest : 0);
-        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, block};
-        parallel_ranges(attend_range, &job, tiles, tiles < 2 ? 1 : threads);
+        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, block, &missing};
+        if (list) parallel_ranges(attend_range, &job, tiles, tiles < 2 ? 1 : threads);
         free(list);
-        if (!block) kvist_rings_write(ring, segments, count, window);
+        if (!block && !missing) kvist_rings_write(ring, segments, count, window);
     }
     free(firsts);
-    return failed;
+    return missing ? -missing : failed;
 }

@@ -10,6 +10,7 @@ typedef struct {
     float *out;
     int64_t heads, width, selected, most_keys;
     int round_weights;
+    int64_t *missing;
 } attend_job;
 
 /* qT [C][8] of one group of 8 heads; scores[l] = q . key[l] for all of them. */
@@ -135,9 +136,9 @@ static void attend_range(void *context, int64_t first, int64_t stop)
 {
     const attend_job *job = context;
     int64_t size = job->heads * job->width;
-    const float **keys = malloc((size_t)(job->most_keys + 1) * sizeof *keys);
-    float *scratch = malloc((size_t)((job->most_keys + 1 + job->width) * 8) * 4);
-    for (int64_t row = first; row < stop; row++) {
+    const float **keys = claim((job->most_keys + 1) * (int64_t)sizeof *keys, job->missing);
+    float *scratch = claim((job->most_keys + 1 + job->width) * 8 * 4, job->missing);
+    for (int64_t row = first; row < stop && keys && scratch; row++) {
         int64_t n = list_keys(job, row, keys);
         attend_keys(job->q + row * size, keys, n, job->heads, job->width, job->sink, job->round_weights, job->out + row * size,
                     scratch);
@@ -146,10 +147,13 @@ static void attend_range(void *context, int64_t first, int64_t stop)
     free(scratch);
 }
 
-void kvist_attend(const float *q, const float *window, const int64_t *span, const float *rows, const int64_t *topk,
+int64_t kvist_attend(const float *q, const float *window, const int64_t *span, const float *rows, const int64_t *topk,
                   const float *sink, float *out, int64_t queries, int64_t heads, int64_t width, int64_t selected,
                   int64_t longest_span, int round_weights, int threads)
 {
-    attend_job job = {q, window, rows, sink, span, topk, out, heads, width, selected, longest_span + selected, round_weights};
+    int64_t missing = 0;
+    attend_job job = {q, window, rows, sink, span, topk, out, heads, width, selected, longest_span + selected, round_weights,
+                      &missing};
     parallel_ranges(attend_range, &job, queries, queries < 4 ? 1 : threads);
+    return -missing;
 }

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,20 +47,45 @@ _SIGNATURES = {
     "kvist_uniform": "nnnnp",
     "kvist_uniform_at": "pppnnp",
 }
-_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_pages_attend": ctypes.c_int64, "kvist_read_rows": ctypes.c_int64}
+_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_read_rows": ctypes.c_int64}
+_CLAIMING = (
+    "kvist_linear",
+    "kvist_enter",
+    "kvist_route",
+    "kvist_experts",
+    "kvist_attend",
+    "kvist_select",
+    "kvist_pages_attend",
+    "kvist_pages_select",
+)
+"""Functions that need scratch memory: they return an int64, below zero minus the bytes that could not be had."""
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)
 
 
 @cache
 def native_or_none() -> ctypes.CDLL | None:
-    """The library with its argument types set, or None where there is no compiler (the caller then runs the reference)."""
+    """The library with its argument types set, or None where there is no compiler (the caller then runs the reference).
+
+    Its functions raise MemoryError, with the bytes, where scratch memory cannot be had; their outputs then hold anything.
+    """
     native = library()
     if native is not None:
         for name, codes in _SIGNATURES.items():
             function = getattr(native, name)
             function.argtypes = [_CODES[code] for code in codes]
-            function.restype = _RESULTS.get(name)
+            function.restype = ctypes.c_int64 if name in _CLAIMING else _RESULTS.get(name)
+            if name in _CLAIMING:
+                function.errcheck = _require_memory
     return native
+
+
+def _require_memory(result: int, function: Any, _: object) -> int:
+    if result < 0:
+        raise MemoryError(
+            f"{function.__name__} needs {-result:,} bytes of scratch memory that the system does not give; "
+            "run fewer rows at once (step_cost, chunk), or give the process more memory"
+        )
+    return result
 
 
 def f32(x: Tensor) -> Tensor:

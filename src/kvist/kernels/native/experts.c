@@ -13,6 +13,7 @@ typedef struct {
     int64_t active;
     float temperature, scale;
     int normalise;
+    int64_t *missing;
 } route_job;
 
 static void route_row(const route_job *job, const float *logits, float *score, float *biased, int64_t row)
@@ -47,23 +48,26 @@ static void route_range(void *context, int64_t first, int64_t stop)
 {
     const route_job *job = context;
     int64_t experts = job->gate.outputs, inputs = job->gate.inputs;
-    float *buffer = malloc((size_t)((ROUTE_ROWS + 2) * experts) * 4);
+    float *buffer = claim((ROUTE_ROWS + 2) * experts * 4, job->missing);
+    if (!buffer) return;
     float *score = buffer + ROUTE_ROWS * experts, *biased = score + experts;
     for (int64_t at = first; at < stop; at += ROUTE_ROWS) {
         int64_t rows = stop - at < ROUTE_ROWS ? stop - at : ROUTE_ROWS;
-        product_rows(job->x + at * inputs, inputs, rows, job->gate, buffer, experts, 0, NULL);
+        product_rows(job->x + at * inputs, inputs, rows, job->gate, buffer, experts, 0, NULL, job->missing);
         for (int64_t r = 0; r < rows; r++) route_row(job, buffer + r * experts, score, biased, at + r);
     }
     free(buffer);
 }
 
-void kvist_route(const float *x, int64_t rows, const void *gate, int kind, int64_t experts, int64_t inputs,
+int64_t kvist_route(const float *x, int64_t rows, const void *gate, int kind, int64_t experts, int64_t inputs,
                  const float *bias_text, const float *bias_image, const uint8_t *text, int64_t active, float temperature,
                  int normalise, float scale, int64_t *ids, float *weights, int threads)
 {
     weight_t w = {gate, experts, inputs, kind};
-    route_job job = {x, bias_text, bias_image, text, w, ids, weights, active, temperature, scale, normalise};
+    int64_t missing = 0;
+    route_job job = {x, bias_text, bias_image, text, w, ids, weights, active, temperature, scale, normalise, &missing};
     parallel_ranges(route_range, &job, rows, rows < 32 ? 1 : threads);
+    return -missing;
 }
 
 /* `tables` holds, for each listed expert, pointers to packed w1, w2 and w3; `expert_ids` ascending, a trailing shared
@@ -79,6 +83,7 @@ typedef struct {
     int64_t rows, active, experts, width, hidden;
     float limit;
     int quantise;
+    int64_t *missing;
 } experts_job;
 
 enum { EXPERT_ROWS = 32, MUCH_WORK = 1 << 19 };
@@ -111,13 +116,13 @@ static float *expert_block(const experts_job *job, int64_t e, const int64_t *ind
     weight_t w2 = {job->tables[3 * e + 1], d, f, job->kinds[e]};
     weight_t w3 = {job->tables[3 * e + 2], f, d, job->kinds[e]};
     for (int64_t r = 0; r < rows; r++) memcpy(x + r * d, job->x + index[r] * d, (size_t)d * 4);
-    product_rows(x, d, rows, w1, gate, f, job->quantise, pairs);
-    product_rows(x, d, rows, w3, up, f, job->quantise, pairs);
+    product_rows(x, d, rows, w1, gate, f, job->quantise, pairs, job->missing);
+    product_rows(x, d, rows, w3, up, f, job->quantise, pairs, job->missing);
     for (int64_t r = 0; r < rows; r++) {
         swiglu_row(gate + r * f, up + r * f, f, job->limit, share[r]);
         if (job->quantise) quantise_row(gate + r * f, gate + r * f, f, FORMAT_FP8);
     }
-    product_rows(gate, f, rows, w2, y, d, job->quantise, pairs);
+    product_rows(gate, f, rows, w2, y, d, job->quantise, pairs, job->missing);
     return y;
 }
 
@@ -129,7 +134,7 @@ INLINE void add_row(float *out, const float *y, int64_t d)
 static float *expert_buffer(const experts_job *job)
 {
     int64_t d = job->width, f = job->hidden, most = d > f ? d : f;
-    return malloc((size_t)(EXPERT_ROWS * (2 * d + 2 * f + most + 2)) * 4);
+    return claim(EXPERT_ROWS * (2 * d + 2 * f + most + 2) * 4, job->missing);
 }
 
 /* The place of the e-th listed expert among a row's choices: -1 if it was not chosen, `active` for the shared one. */
@@ -152,6 +157,7 @@ static void rows_range(void *context, int64_t first, int64_t stop)
     const experts_job *job = context;
     int64_t d = job->width, index[EXPERT_ROWS];
     float share[EXPERT_ROWS], *buffer = expert_buffer(job);
+    if (!buffer) return;
     for (int64_t e = 0; e < job->experts; e++)
         for (int64_t r = first, rows = 0; r < stop; r++) {
             int64_t place = place_of(job, e, r);
@@ -170,6 +176,7 @@ static void experts_range(void *context, int64_t first, int64_t stop)
     const experts_job *job = context;
     int64_t d = job->width, index[EXPERT_ROWS], places[EXPERT_ROWS];
     float share[EXPERT_ROWS], *buffer = expert_buffer(job);
+    if (!buffer) return;
     for (int64_t e = first; e < stop; e++) {
         int64_t rows = 0;
         for (int64_t r = 0; r < job->rows; r++) {
@@ -184,23 +191,27 @@ static void experts_range(void *context, int64_t first, int64_t stop)
     free(buffer);
 }
 
-void kvist_experts(const float *x, const int64_t *ids, const float *weights, const void *const *tables, const int64_t *expert_ids,
+int64_t kvist_experts(const float *x, const int64_t *ids, const float *weights, const void *const *tables, const int64_t *expert_ids,
                    const int32_t *kinds, float *out, int64_t rows, int64_t active, int64_t experts, int64_t width, int64_t hidden,
                    float limit, int quantise, int begun, int threads)
 {
-    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, NULL, rows, active, experts, width, hidden, limit, quantise};
+    int64_t missing = 0;
+    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, NULL, rows, active, experts, width, hidden, limit, quantise,
+                       &missing};
     if (!begun) memset(out, 0, (size_t)(rows * width) * 4);
     if (rows > EXPERT_ROWS) {
         parallel_ranges(rows_range, &job, rows, threads);
-        return;
+        return -missing;
     }
-    job.parts = malloc((size_t)(rows * (active + 1) * width) * 4 + 1);
+    job.parts = claim(rows * (active + 1) * width * 4, &missing);
+    if (!job.parts) return -missing;
     int64_t work = rows * (active + 1) * width * hidden;
     parallel_ranges(experts_range, &job, experts, work < MUCH_WORK ? 1 : threads);
-    for (int64_t e = 0; e < experts; e++)
+    for (int64_t e = 0; e < experts && !missing; e++)
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = place_of(&job, e, r);
             if (place >= 0) add_row(out + r * width, job.parts + (r * (active + 1) + place) * width, width);
         }
     free(job.parts);
+    return -missing;
 }

@@ -18,6 +18,10 @@ typedef float v8 __attribute__((vector_size(32)));
 typedef float v4 __attribute__((vector_size(16)));
 typedef int32_t i8v __attribute__((vector_size(32)));
 
+/* Scratch memory of a call, on a cache line; NULL if there is none, and then `*missing` is the number of bytes. Who gets NULL
+ * leaves its part of the work undone; the exported function returns -missing, and Python raises MemoryError (calls.py). */
+void *claim(int64_t bytes, int64_t *missing);
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE v16 load16(const float *p) { v16 v; memcpy(&v, p, sizeof v); return v; }
@@ -102,11 +106,13 @@ typedef struct {
 } weight_t;
 
 /* y[r][0..outputs) = x[r] W^T for `rows` rows on the calling thread. `exact`: x holds bfloat16 values.
- * `pairs` is scratch for rows * ceil(inputs / 2) words. Sums run over inputs in ascending order, whatever `rows` is. */
-void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs);
+ * `pairs` is scratch for rows * ceil(inputs / 2) words. Sums run over inputs in ascending order, whatever `rows` is.
+ * `missing`: see `claim`; y is then not complete. */
+void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
+                  int64_t *missing);
 /* The same for panels first..stop-1 only; y points at output 0. */
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
-                    int64_t first, int64_t stop);
+                    int64_t first, int64_t stop, int64_t *missing);
 
 /* Bytes of one panel's codes or scales for `depth` code bytes a row. */
 int64_t fp4_panel_bytes(int64_t depth, int scales);

@@ -62,12 +62,13 @@ void read_key_row(const page_source *source, int64_t slot, int64_t row, float *o
     }
 }
 
-query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles)
+query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles, int64_t *missing)
 {
     int64_t n = 0;
     for (int64_t s = 0; s < count; s++) n += (segments[s].length + most - 1) / most;
-    query_tile *list = malloc((size_t)(n + 1) * sizeof *list);
+    query_tile *list = claim(n * (int64_t)sizeof *list, missing);
     *tiles = n, n = 0;
+    if (!list) return NULL;
     for (int64_t s = 0; s < count; s++)
         for (int64_t at = 0; at < segments[s].length; at += most) {
             int64_t left = segments[s].length - at;

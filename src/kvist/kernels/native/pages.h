@@ -38,7 +38,7 @@ INLINE uint8_t *page_of(const page_source *source, int64_t slot, int64_t row)
 void read_main_row(const page_source *source, int64_t slot, int64_t row, float *out);
 void read_key_row(const page_source *source, int64_t slot, int64_t row, float *out);
 
-/* Cuts the segments into tiles of at most `most` rows; the caller frees the list. */
-query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles);
+/* Cuts the segments into tiles of at most `most` rows; the caller frees the list. NULL: see `claim`. */
+query_tile *tile_segments(const segment *segments, int64_t count, int64_t most, int64_t *tiles, int64_t *missing);
 
 #endif

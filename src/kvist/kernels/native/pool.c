@@ -1,4 +1,4 @@
-/* A small thread pool: ranges of rows go to workers that sleep between calls. Knows nothing of what they compute.
+/* A small thread pool and the memory that its workers claim: ranges of rows go to workers that sleep between calls. Knows nothing of what they compute.
  *
  * Workers are made on first use and again after a fork (a child inherits no threads). One call at a time uses the pool;
  * a second caller meanwhile runs alone on its own thread, which gives the same bits, because rows do not share sums.
@@ -69,6 +69,14 @@ static void hire(int wanted)
         pthread_detach(thread);
         workers++;
     }
+}
+
+void *claim(int64_t bytes, int64_t *missing)
+{
+    int64_t whole = bytes > 0 ? (bytes + 63) / 64 * 64 : 64;
+    void *memory = aligned_alloc(64, (size_t)whole);
+    if (!memory) __atomic_store_n(missing, whole, __ATOMIC_RELAXED); /* several workers may say so at once */
+    return memory;
 }
 
 void parallel_ranges(range_task run, void *with, int64_t total, int threads)

@@ -115,7 +115,7 @@ enum { EXPANDED_BYTES = 1 << 19 };
 
 /* FP4 panels, expanded a few at a time into memory that stays in the cache: the sums are those of kind 0. */
 static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, weight_t w, float *y, int64_t ldy,
-                      int exact, int64_t first, int64_t stop)
+                      int exact, int64_t first, int64_t stop, int64_t *missing)
 {
     int64_t depth = (w.inputs + 1) / 2, panels = (w.outputs + 15) / 16;
     int64_t code_bytes = fp4_panel_bytes(depth, 0), scale_bytes = fp4_panel_bytes(depth, 1);
@@ -132,7 +132,8 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
         }
         return;
     }
-    uint32_t *expanded = aligned_alloc(64, (size_t)(step * depth * 64));
+    uint32_t *expanded = claim(step * depth * 64, missing);
+    if (!expanded) return;
     for (int64_t panel = first; panel < stop; panel += step) {
         int64_t count = stop - panel < step ? stop - panel : step;
         for (int64_t n = 0; n < count; n++)
@@ -156,22 +157,24 @@ static void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs
 
 /* As `product_panels`, with the pairs made before. */
 static void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
-                             const uint32_t *pairs, int64_t first, int64_t stop)
+                             const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing)
 {
     if (w.kind == WEIGHT_F32) all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
-    else (w.kind == WEIGHT_FP4 ? fp4_tiles : pair_tiles)(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
+    else if (w.kind == WEIGHT_FP4) fp4_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop, missing);
+    else pair_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
 }
 
 void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
-                    int64_t first, int64_t stop)
+                    int64_t first, int64_t stop, int64_t *missing)
 {
     if (takes_pairs(w, exact)) make_pairs(x, ldx, rows, w.inputs, pairs);
-    product_prepared(x, ldx, rows, w, y, ldy, exact, pairs, first, stop);
+    product_prepared(x, ldx, rows, w, y, ldy, exact, pairs, first, stop, missing);
 }
 
-void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs)
+void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
+                  int64_t *missing)
 {
-    product_panels(x, ldx, rows, w, y, ldy, exact, pairs, 0, (w.outputs + 15) / 16);
+    product_panels(x, ldx, rows, w, y, ldy, exact, pairs, 0, (w.outputs + 15) / 16, missing);
 }
 
 /* w float32 [outputs, inputs] -> packed panels; returns 0 and leaves garbage if kind is bfloat16 and a value does not fit. */
@@ -204,6 +207,7 @@ typedef struct {
     int64_t rows, ldx, groups, each, panels;
     weight_t w;
     int format, exact;
+    int64_t *missing;
 } linear_job;
 
 enum { BLOCK_ROWS = 64, MUCH_READ = 1 << 23, MUCH_WORK = 1 << 20 };
@@ -223,7 +227,8 @@ static void linear_panels(void *context, int64_t first, int64_t stop)
     for (int64_t g = first / job->panels; g * job->panels < stop; g++) {
         int64_t from = first - g * job->panels, to = stop - g * job->panels;
         product_prepared(job->x + g * job->w.inputs, job->ldx, job->rows, group_weight(job, g), job->y + g * job->each, ldy,
-                         job->exact, job->pairs + g * job->rows * depth, from < 0 ? 0 : from, to < job->panels ? to : job->panels);
+                         job->exact, job->pairs + g * job->rows * depth, from < 0 ? 0 : from, to < job->panels ? to : job->panels,
+                         job->missing);
     }
 }
 
@@ -232,7 +237,8 @@ static void linear_rows(void *context, int64_t first, int64_t stop)
 {
     const linear_job *job = context;
     int64_t inputs = job->w.inputs, width = inputs * job->groups, ldy = job->groups * job->each;
-    float *buffer = aligned_alloc(64, ((size_t)(2 * BLOCK_ROWS * (width + 2)) * 4 + 63) / 64 * 64);
+    float *buffer = claim(2 * BLOCK_ROWS * (width + 2) * 4, job->missing);
+    if (!buffer) return;
     uint32_t *pairs = (uint32_t *)(buffer + BLOCK_ROWS * width);
     for (int64_t row = first; row < stop; row += BLOCK_ROWS) {
         int64_t rows = stop - row < BLOCK_ROWS ? stop - row : BLOCK_ROWS;
@@ -240,23 +246,25 @@ static void linear_rows(void *context, int64_t first, int64_t stop)
         for (int64_t r = 0; r < rows && job->format >= 0; r++) quantise_row(x + r * width, buffer + r * width, width, job->format);
         if (job->format >= 0) x = buffer;
         for (int64_t g = 0; g < job->groups; g++)
-            product_rows(x + g * inputs, width, rows, group_weight(job, g), job->y + row * ldy + g * job->each, ldy, job->exact, pairs);
+            product_rows(x + g * inputs, width, rows, group_weight(job, g), job->y + row * ldy + g * job->each, ldy, job->exact, pairs,
+                         job->missing);
     }
     free(buffer);
 }
 
-void kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, const void *data, int kind, int64_t outputs,
-                  float *y, int format, int exact, int threads)
+int64_t kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, const void *data, int kind, int64_t outputs,
+                     float *y, int format, int exact, int threads)
 {
     int64_t width = groups * inputs, each = outputs / groups, depth = (inputs + 1) / 2, work = rows * outputs * inputs;
+    int64_t missing = 0;
     weight_t w = {data, outputs, inputs, kind};
-    linear_job job = {x, y, NULL, rows, width, groups, each, (each + 15) / 16, w, format, exact};
+    linear_job job = {x, y, NULL, rows, width, groups, each, (each + 15) / 16, w, format, exact, &missing};
     if (rows > BLOCK_ROWS) {
         parallel_ranges(linear_rows, &job, rows, threads);
-        return;
+        return -missing;
     }
-    size_t words = (size_t)(rows * (width + groups * depth));
-    float *buffer = aligned_alloc(64, (words * 4 + 64) / 64 * 64);
+    float *buffer = claim(rows * (width + groups * depth) * 4, &missing);
+    if (!buffer) return -missing;
     uint32_t *pairs = (uint32_t *)(buffer + rows * width);
     for (int64_t r = 0; r < rows && format >= 0; r++) quantise_row(x + r * width, buffer + r * width, width, format);
     if (format >= 0) job.x = buffer;
@@ -267,4 +275,5 @@ void kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, 
     int alone = rows < 8 ? work < MUCH_READ : work < MUCH_WORK;
     parallel_ranges(linear_panels, &job, groups * job.panels, alone ? 1 : threads);
     free(buffer);
+    return -missing;
 }

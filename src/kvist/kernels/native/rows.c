@@ -68,6 +68,7 @@ typedef struct {
     int64_t streams, width;
     int iterations;
     float hc_eps, norm_eps;
+    int64_t *missing;
 } enter_job;
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-(x > -80.0f ? x : -80.0f))); }
@@ -129,7 +130,7 @@ static void enter_range(void *context, int64_t first, int64_t stop)
     float mixes[ENTER_ROWS * MOST_LOGITS];
     for (int64_t at = first; at < stop; at += ENTER_ROWS) {
         int64_t rows = stop - at < ENTER_ROWS ? stop - at : ENTER_ROWS;
-        product_rows(job->x + at * s * d, s * d, rows, job->fn, mixes, logits, 0, NULL);
+        product_rows(job->x + at * s * d, s * d, rows, job->fn, mixes, logits, 0, NULL, job->missing);
         for (int64_t r = at; r < at + rows; r++) {
             const float *x = job->x + r * s * d, *pre = job->pre + r * s;
             float *h = job->h + r * d, *mix = mixes + (r - at) * logits;
@@ -144,13 +145,15 @@ static void enter_range(void *context, int64_t first, int64_t stop)
     }
 }
 
-void kvist_enter(const float *x, const float *pre, const void *fn, int fn_kind, const float *base, const float *scale,
+int64_t kvist_enter(const float *x, const float *pre, const void *fn, int fn_kind, const float *base, const float *scale,
                  const float *norm, float *h, float *new_pre, float *post, float *comb, int64_t rows, int64_t streams,
                  int64_t width, int iterations, float hc_eps, float norm_eps, int threads)
 {
     weight_t w = {fn, 2 * streams + streams * streams, streams * width, fn_kind};
-    enter_job job = {x, pre, base, scale, norm, h, new_pre, post, comb, w, streams, width, iterations, hc_eps, norm_eps};
+    int64_t missing = 0;
+    enter_job job = {x, pre, base, scale, norm, h, new_pre, post, comb, w, streams, width, iterations, hc_eps, norm_eps, &missing};
     parallel_ranges(enter_range, &job, rows, rows < 32 ? 1 : threads);
+    return -missing;
 }
 
 typedef struct { const float *y, *x, *post, *comb; float *out; int64_t streams, width; } leave_job;

@@ -10,6 +10,7 @@ typedef struct {
     const int64_t *visible, *pool;
     int64_t *topk, *blocks;
     int64_t heads, width, rows, k, block_size, pool_blocks, published;
+    int64_t *missing;
 } select_job;
 
 /* keys [rows][width] -> [ceil(rows / 16)][width][16], missing rows zero. */
@@ -167,11 +168,11 @@ static void select_range(void *context, int64_t first, int64_t stop)
     int64_t ld = (job->rows + LANES - 1) / LANES * LANES, most = job->k > job->published ? job->k : job->published;
     int64_t room = keeper_room(most);
     index_shape shape = {job->heads, job->width};
-    float *scores = malloc((size_t)(QUERY_TILE * ld + 2 * room) * 4);
-    int64_t *ids = malloc((size_t)room * 8);
+    float *scores = claim((QUERY_TILE * ld + 2 * room) * 4, job->missing);
+    int64_t *ids = claim(room * 8, job->missing);
     keeper kept = {.score = scores + QUERY_TILE * ld, .work = scores + QUERY_TILE * ld + room, .id = ids};
     int only_pool = job->pool && !job->published;
-    for (int64_t at = first; at < stop; at += QUERY_TILE) {
+    for (int64_t at = first; at < stop && scores && ids; at += QUERY_TILE) {
         int64_t queries = stop - at < QUERY_TILE ? stop - at : QUERY_TILE, rows = 0;
         for (int64_t n = at; n < at + queries; n++) rows = job->visible[n] > rows ? job->visible[n] : rows;
         rows = rows < job->rows ? rows : job->rows;
@@ -188,16 +189,20 @@ static void select_range(void *context, int64_t first, int64_t stop)
     free(ids);
 }
 
-void kvist_select(const float *q, const float *weight, const float *keys, const int64_t *visible, const int64_t *pool,
+int64_t kvist_select(const float *q, const float *weight, const float *keys, const int64_t *visible, const int64_t *pool,
                   int64_t *topk, int64_t *blocks, int64_t queries, int64_t heads, int64_t width, int64_t rows, int64_t k,
                   int64_t block_size, int64_t pool_blocks, int64_t published, int threads)
 {
     float *keys_t = NULL;
+    int64_t missing = 0;
     if (queries >= 4 && rows && !(pool && !published)) {
-        keys_t = aligned_alloc(64, (size_t)((rows + LANES - 1) / LANES * LANES * width) * 4);
+        keys_t = claim((rows + LANES - 1) / LANES * LANES * width * 4, &missing);
+        if (!keys_t) return -missing;
         transpose_keys(keys, rows, width, keys_t);
     }
-    select_job job = {q, weight, keys, keys_t, visible, pool, topk, blocks, heads, width, rows, k, block_size, pool_blocks, published};
+    select_job job = {q, weight, keys, keys_t, visible, pool, topk, blocks, heads, width, rows, k, block_size, pool_blocks, published,
+                      &missing};
     parallel_ranges(select_range, &job, queries, queries < 4 ? 1 : threads);
     free(keys_t);
+    return -missing;
 }

@@ -24,6 +24,7 @@ typedef struct {
     int64_t *topk, *blocks;
     index_shape shape;
     int64_t k, block_size, pool_blocks, published, most_rows, tile;
+    int64_t *missing;
 } select_job;
 
 /* Queries of a tile on the integer grid: twice the value in int8, words of 4 even and 4 odd channels of 8, an exponent a group. */
@@ -333,7 +334,8 @@ static void select_range(void *context, int64_t first, int64_t stop)
     scores = scores > pooled + LANES ? scores : pooled + LANES;
     int64_t bytes = 4 * (scores + 2 * LANES * width + 2 * most) + 8 * (pooled + LANES + most) + 64 * pairs + 2 * LANES * width
                     + 4 * pairs * (width / 4 + width / 16) + 64 * 16;
-    char *base = aligned_alloc(64, (size_t)((bytes + 63) / 64 * 64)), *at = base;
+    char *base = claim(bytes, job->missing), *at = base;
+    if (!base) return;
     workspace room = {0};
     room.scores = grab(&at, 4 * scores);
     room.unpacked = grab(&at, 4 * LANES * width), room.block = grab(&at, 4 * LANES * width);
@@ -348,21 +350,23 @@ static void select_range(void *context, int64_t first, int64_t stop)
 }
 
 /* See kvist.kernels.index_select.select; visibility follows from the segments' positions and the source's ratio. */
-void kvist_pages_select(const page_source *source, const segment *segments, int64_t count, const float *q, const float *weight,
+int64_t kvist_pages_select(const page_source *source, const segment *segments, int64_t count, const float *q, const float *weight,
                         const int64_t *pool, int64_t *topk, int64_t *blocks, int64_t heads, int64_t k, int64_t block_size,
                         int64_t pool_blocks, int64_t published, int threads)
 {
-    int64_t tiles, most = 0;
+    int64_t tiles, most = 0, missing = 0;
     for (int64_t s = 0; s < count; s++) {
         int64_t rows = (segments[s].position + segments[s].length) / source->ratio;
         most = rows > most ? rows : most;
     }
     int only_pool = pool && !published;
     int64_t tile = only_pool || most <= TILE_SCORES / QUERY_TILE ? QUERY_TILE : most < TILE_SCORES ? TILE_SCORES / most : 1;
-    query_tile *list = tile_segments(segments, count, tile, &tiles);
+    query_tile *list = tile_segments(segments, count, tile, &tiles, &missing);
+    if (!list) return -missing;
     index_shape shape = {heads, source->key_width};
     select_job job = {source, segments, list, q, weight, pool, topk, blocks, shape, k, block_size, pool_blocks, published,
-                      only_pool ? 0 : most, tile};
+                      only_pool ? 0 : most, tile, &missing};
     parallel_ranges(select_range, &job, tiles, tiles < 2 ? 1 : threads);
     free(list);
+    return -missing;
 }
