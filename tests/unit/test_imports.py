@@ -35,19 +35,20 @@ ALLOWED: dict[str, set[str]] = {
     "cache": _BASE | {"quant", "kernels"},
     "engine": _ENGINE,
     "server": {"engine", "text"},
+    "chat": {"engine", "text", "server"},
     "train": _MODEL | {"checkpoint", "text", "images"},
     "conformance": _MODEL | {"checkpoint", "images", "text"},
     "lab": _MODEL | {"checkpoint", "text", "images", "train"},
     "cluster": _ENGINE | {"engine"},
     "plan": _BASE,
     "testing": _BASE | {"quant", "kernels"},
-    "cli": _ENGINE | {"engine", "server", "train", "conformance", "lab", "cluster", "plan", "testing", "version", "cli"},
+    "cli": _ENGINE | {"engine", "server", "chat", "train", "conformance", "lab", "cluster", "plan", "testing", "version", "cli"},
     "__init__": {"version"},
     "__main__": {"cli"},
 }
 # Files at the root of the package that are further arithmetic on a configuration, under the same rule as config.py.
 UNIT_OF_FILE = {"presets": "config", "config_json": "config", "inventory": "config", "page_layout": "config"}
-WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "cli", "__init__", "__main__"}
+WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "chat", "cli", "__init__", "__main__"}
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich", "xxhash"}
 SERVER_DEPENDENCIES = {"fastapi", "pydantic", "pydantic_settings", "starlette", "uvicorn", "prometheus_client"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}

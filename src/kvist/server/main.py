@@ -6,28 +6,23 @@ Owns the life of the process. `launch` comes from the engine's side, which loads
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from kvist.server.app import create_app, create_service
+from kvist.server.loaded import served_model
 from kvist.server.logs import configure, note
 from kvist.server.patience import patient_protocol
 from kvist.server.routes.pins import from_settings
-from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import ServerSettings, read_settings
 from kvist.server.tracing import Tracing, otlp_tracing
-
-if TYPE_CHECKING:
-    from kvist.engine.launch import Launched
 
 
 class DrainingServer(uvicorn.Server):
@@ -123,7 +118,7 @@ async def _serve(model: str, settings: ServerSettings, bound: socket.socket, tra
     options = LaunchOptions(**{field.name: getattr(settings, field.name) for field in fields(LaunchOptions)})
     launched = await asyncio.to_thread(launch, model, options)
     try:
-        service = create_service(served_model(launched, settings.pin_share), settings, tracing)
+        service = create_service(served_model(launched, pin_share=settings.pin_share), settings, tracing)
         keeping = None
         if service.pinner is not None:
             keeping = asyncio.create_task(service.pinner.keep(lambda: from_settings(service)))
@@ -134,48 +129,3 @@ async def _serve(model: str, settings: ServerSettings, bound: socket.socket, tra
     finally:
         await launched.close()
         note("closed")
-
-
-def served_model(launched: Launched, pin_share: float = 0.25) -> Served:
-    """What the routes need of a launched engine."""
-    from kvist.engine.anatomy import anatomy
-    from kvist.engine.gauges import gauges
-    from kvist.engine.launch import image_reader
-    from kvist.engine.metrics import collector
-    from kvist.engine.microscope import Microscope
-    from kvist.engine.pins import EnginePins
-
-    client, engine = launched.engine, launched.engine.engine
-    model = engine.model
-
-    def stopped() -> str | None:
-        return None if client._thread.is_alive() else "the engine has stopped; restart the server"
-
-    return Served(
-        name=launched.folder.name,
-        engine=client,
-        tokenizer=launched.tokenizer,
-        context=engine.plan.context,
-        vocab_size=model.config.vocab_size,
-        bos_id=model.config.bos_token_id,
-        eos_id=model.config.eos_token_id,
-        created=launched.created,
-        base=is_base(launched.folder),
-        fingerprint=f"fp_{launched.fingerprint.hex()[:16]}",
-        image_token_id=model.config.image_token_id,
-        read_image=image_reader(model),
-        anatomy=anatomy(engine),
-        microscope=Microscope(model, replay=engine.config.replay) if model.embed.weight.device.type == "cpu" else None,
-        pins=EnginePins(client, pin_share, launched.list_folder),
-        collectors=(collector(engine.metrics, lambda: gauges(engine)),),
-        stopped=stopped,
-    )
-
-
-def is_base(folder: Path) -> bool:
-    """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""
-    about = folder / "kvist.json"
-    facts = json.loads(about.read_text()) if about.is_file() else {}
-    if not isinstance(facts, dict) or not isinstance(facts.get("base", False), bool):
-        raise ValueError(f'{about} must hold an object whose "base" is true or false; mend or remove it')
-    return bool(facts.get("base", False))
