@@ -30,7 +30,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@want="$$(cat pyproject.toml constraints.txt | cksum) $(CURDIR)"
 	if [[ -f $@ && "$$(cat $@)" == "$$want" ]]; then touch $@; exit 0; fi
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvist needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; try: make PYTHON=python3.11 ...")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "kvist needs Python 3.11 or newer, %s is %s.%s; try: make PYTHON=python3.11 ..." % (sys.executable, v[0], v[1]))'
 	[[ -x $(PY) ]] || $(PYTHON) -m venv $(VENV)
 	echo "installing into $(VENV) (about 200 MB to download, one to two minutes)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'

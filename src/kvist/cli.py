@@ -142,12 +142,14 @@ def plan(
     disk_kiops: Annotated[float, typer.Option(help="--fit: thousands of random reads/s")] = 100.0,
     reserve_gb: Annotated[float, typer.Option(help="--fit: host memory for the program and the system")] = 1.0,
     held: Annotated[str, typer.Option(help="--fit: dense weights as stored, bfloat16 or float32")] = "bfloat16",
-    context: Annotated[int, typer.Option(help="--fit: tokens of context a stream")] = 4096,
+    context: Annotated[int | None, typer.Option(help="--fit: tokens of context a stream; none: 4096, if it holds them")] = None,
     streams: Annotated[int, typer.Option(help="--fit: requests that decode together")] = 1,
 ) -> None:
     """What a configuration costs: layers, parameters, bytes by tensor class, cache bytes a token, operations a token."""
     from kvist.plan import print_report, report, write_figures
 
+    if fit and plot is not None:
+        raise ValueError("--plot draws the figures of the plan without --fit; leave one of them out")
     if fit:
         from kvist.plan import Machine, print_fit
         from kvist.plan import fit as place
@@ -162,7 +164,9 @@ def plan(
             disk_kiops=disk_kiops,
             reserve_gb=reserve_gb,
         )
-        print_fit(place(_configuration(model), machine, held=held, context=context, streams=streams), _output())
+        config = _configuration(model)
+        tokens = min(4096, config.max_seq_len) if context is None else context
+        print_fit(place(config, machine, held=held, context=tokens, streams=streams), _output())
         return
     result = report(_configuration(model))
     print_report(result, _output())

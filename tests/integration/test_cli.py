@@ -60,6 +60,31 @@ def test_plan_reads_a_config_and_writes_figures(folder: Path, tmp_path: Path) ->
     assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png"}
 
 
+def test_plan_fit_of_every_preset_without_further_options(tmp_path: Path) -> None:
+    """The toy's whole context is shorter than the context that is assumed of the others."""
+    for name in ("tiny", "nano"):
+        assert kvist("plan", name, "--fit").returncode == 0
+    both = kvist("plan", "tiny", "--fit", "--plot", tmp_path / "figures")
+    assert both.returncode == 2
+    assert "leave one of them out" in both.stderr
+    assert not (tmp_path / "figures").exists()
+
+
+@pytest.mark.parametrize("target", ["setup", "test"])
+def test_make_names_a_python_that_is_too_old(tmp_path: Path, target: str) -> None:
+    """An interpreter that says it is 3.9 is asked nothing more, and nothing is installed."""
+    old = tmp_path / "python3"
+    told = "import sys; sys.version_info = (3, 9); exec(sys.argv[1])"
+    old.write_text(f"#!/bin/sh\nshift\nexec {sys.executable} -c '{told}' \"$@\"\n")
+    old.chmod(0o755)
+    result = subprocess.run(
+        ["make", target, f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert result.returncode == 2
+    assert "kvist needs Python 3.11 or newer" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
 def test_an_unknown_model_says_where_it_was_looked_for(tmp_path: Path) -> None:
     result = kvist("plan", "no-such-model", cwd=tmp_path)
     assert result.returncode == 2
