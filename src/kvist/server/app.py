@@ -49,13 +49,20 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
 }
 NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files", "/kvist/pins"))
 """What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
-FILES: dict[tuple[str, str], Handler] = {
+OTHERS: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/files"): files.create,
     ("GET", "/v1/files"): files.listed,
     ("GET", "/v1/files/{number}"): files.retrieve,
     ("GET", "/v1/files/{number}/content"): files.content,
     ("DELETE", "/v1/files/{number}"): files.delete,
+    ("GET", "/v1/responses/{number}"): responses.stored,
+    ("DELETE", "/v1/responses/{number}"): responses.stored,
+    ("GET", "/kvist/pins"): pins.listed,
+    ("DELETE", "/kvist/pins/{name}"): pins.delete,
+    ("GET", "/kvist/live"): microscope.recent,
+    ("GET", "/kvist/live/{request_id}"): microscope.live,
 }
+"""Routes without a JSON body."""
 
 
 def create_service(served: Served, settings: ServerSettings, tracing: Tracing | None = None) -> Service:
@@ -75,16 +82,10 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (handler, schema) in POSTS.items():
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
-    for path, told in (("/kvist/live", microscope.recent), ("/kvist/live/{request_id}", microscope.live)):
-        app.add_api_route(path, _bound(service, told), methods=["GET"], name=path)
-    app.add_api_route("/kvist/pins", _bound(service, pins.listed), methods=["GET"], name="GET /kvist/pins")
-    app.add_api_route("/kvist/pins/{name}", _bound(service, pins.delete), methods=["DELETE"], name="DELETE /kvist/pins")
-    for method in ("GET", "DELETE"):
-        path = "/v1/responses/{number}"
-        app.add_api_route(path, _bound(service, responses.stored), methods=[method], name=f"{method} {path}")
-    for (method, path), handler in FILES.items():
-        form = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": files.FORM}}}}
-        extra = form if method == "POST" else None
+    for (method, path), handler in OTHERS.items():
+        extra = _parameters(path)
+        if (method, path) == ("POST", "/v1/files"):
+            extra |= {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": files.FORM}}}}
         app.add_api_route(path, _bound(service, handler), methods=[method], openapi_extra=extra, name=f"{method} {path}")
     _add_operations(app, service)
     app.add_route("/", index, methods=["GET"], name="page", include_in_schema=False)
@@ -122,6 +123,13 @@ def _described(schema: type[Body]) -> dict[str, Any]:
     """The body for OpenAPI, which is read by hand; definitions stand inside."""
     shape = schema.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(shape)}}}}
+
+
+def _parameters(path: str) -> dict[str, Any]:
+    """A path's parts that vary, for OpenAPI."""
+    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    shape = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return {"parameters": [{"name": name, **shape} for name in names]} if names else {}
 
 
 def _inlined(shape: dict[str, Any]) -> dict[str, Any]:
