@@ -23,6 +23,8 @@ MOST_CHOSEN = 4096
 MOST_SCORES = 1 << 26
 """Scores that `select_hopper` may keep for a call; `scan_triton` keeps none."""
 TILE = 64
+SCANS = 5
+"""Programs of the first kernel that a multiprocessor holds."""
 GROUP = 16
 """Queries that `select_many` scores together."""
 MOST_OF_MANY = 2048
@@ -62,13 +64,13 @@ _zeroed: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blocks: int) -> bool:
-    """Whether the kernels take this call: Hopper, released widths, blocks of 8, pages of 2^i rows that lie on whole words."""
+    """Whether the kernels take this call: Hopper, released widths, blocks of 8, pages of 2^i >= 16 rows on whole words."""
     if interpreted() or torch.cuda.get_device_capability(q_NJI.device) != (9, 0):
         return False
     _, heads, channels = q_NJI.shape
     if channels != CHANNELS or heads > MOST_HEADS or block_size != BLOCK or max(k, publish_blocks) > MOST_CHOSEN:
         return False
-    return not pages.rows & (pages.rows - 1) and not any(
+    return pages.rows >= 16 and not pages.rows & (pages.rows - 1) and not any(
         at % 16 for at in (pages.bytes_PB.data_ptr(), pages.page_bytes, pages.key_codes)
     )
 
@@ -140,7 +142,7 @@ def select_hopper(
     programs = multiprocessors(device)
     pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
     scanned = rows if pool is None else pool.shape[1] * BLOCK
-    chunk = share or max(256, -(-scanned * n // (4 * programs)))
+    chunk = share or max(256, -(-scanned * n // (SCANS * programs)))
     chunk = -(-chunk // TILE) * TILE
     counters = _counters(device, n, 2 if publish_blocks else 1)
     main, topk, kept = _list(counters, 0, n, scanned, k, programs)

@@ -33,15 +33,14 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ float positive(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
-}
+// Twice the positive part; NaN stays NaN. (Heads' weights are halved: two instructions at full rate instead of a maximum at half.)
+__device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
+// A number of the same order: -0 as 0, NaN above all, never 0.
 __device__ __forceinline__ u32 ordered(float x) {
-  u32 bits = x == 0.f ? 0u : __float_as_uint(x);
-  return bits ^ ((u32)((int)bits >> 31) >> 1) ^ 0x80000000u;
+  u32 bits = __float_as_uint(x + 0.f);
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
 }
+
 // Eight E2M1 codes as four bfloat16 pairs (codes r and r + 4 of the word), times `factor`.
 __device__ __forceinline__ void expand(u32 w, u32 factor, u32* even, u32* odd, int row) {
   u32 z = w >> 8;
@@ -58,24 +57,58 @@ struct Keys {  // a thread's part of two rows: a group of 32 channels
 };
 
 
-// A query's view of its keys: where the key of a row lies, and a thread's part of it.
-struct Reader {
+// A thread's part of two keys 8 places apart, tile after tile, `step` places on: while a tile is scored, the next one's keys and
+// the pages of the one after that are on their way. POOL: places count candidate rows; otherwise a place is a row, and the 16 rows
+// of a warp lie in one page.
+template <bool POOL> struct Feed {
   const Call& c;
-  const int* table;
+  const int *table, *pool;
+  int end, sees, group, step;
+  int at, next_at;  // the places of the first of both keys
+  int row[2], next_row[2], next_page[2];
+  Keys keys;
 
-  __device__ __forceinline__ int page_of(int row) const { return row < 0 ? 0 : table[row >> c.page_shift]; }
-  __device__ __forceinline__ void load(Keys& k, const int (&row)[2], const int (&page)[2], int group) const {
+  __device__ __forceinline__ void find(int place) {
+    next_at = place;
+    // A page beyond the last is not looked up; its rows do not count.
+    if (!POOL) next_page[0] = table[min(place & ~15, end - 1) >> c.page_shift];
+    if (POOL)
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      k.code[h] = make_uint4(0, 0, 0, 0);
-      k.scale[h] = 127;
-      if (row[h] >= 0) {
-        const u8* base = c.pages + page[h] * c.page_bytes;
-        int inside = row[h] & ((1 << c.page_shift) - 1);
-        k.code[h] = __ldg((const uint4*)(base + c.key_codes + inside * 64 + group * 16));
-        k.scale[h] = __ldg(base + c.key_scales + inside * 4 + group);
+      for (int h = 0; h < 2; h++) {
+        int block = place + 8 * h < end ? pool[(place >> 3) + h] : -1, found = block * BLOCK + (place & 7);
+        next_row[h] = block >= 0 && found < sees ? found : -1;
+        next_page[h] = next_row[h] < 0 ? 0 : table[next_row[h] >> c.page_shift];
       }
+  }
+  __device__ __forceinline__ void load() {
+    int mask = (1 << c.page_shift) - 1;
+    const u8* base = c.pages + next_page[0] * c.page_bytes;
+    if (!POOL) {
+      const u8* codes = base + c.key_codes + (next_at & mask) * 64 + group * 16;
+      const u8* scales = base + c.key_scales + (next_at & mask) * 4 + group;
+      keys.code[0] = __ldg((const uint4*)codes), keys.code[1] = __ldg((const uint4*)(codes + 512));
+      keys.scale[0] = __ldg(scales), keys.scale[1] = __ldg(scales + 32);
     }
+    if (POOL)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        // A place without a row reads the first row of page 0 and does not count.
+        int inside = max(next_row[h], 0) & mask;
+        base = c.pages + next_page[h] * c.page_bytes;
+        keys.code[h] = __ldg((const uint4*)(base + c.key_codes + inside * 64 + group * 16));
+        keys.scale[h] = __ldg(base + c.key_scales + inside * 4 + group);
+        row[h] = next_row[h];
+      }
+  }
+  __device__ __forceinline__ void start() {
+    find(at);
+    load();
+    find(at + step);
+  }
+  // The row of the tile at `at`, -1 for none; for a pool before the next tile is loaded.
+  __device__ __forceinline__ int row_of(int h) const {
+    if (POOL) return row[h];
+    return at + 8 * h < end ? at + 8 * h : -1;
   }
 };
 
@@ -83,7 +116,7 @@ struct Reader {
 __device__ __forceinline__ void expand_keys(const Keys& k, u32 (&a)[8][4]) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    // 2^62 of the factor of 2^126 that codes need: no scale below 2^66 overflows. `score_order` undoes the rest.
+    // 2^62 of the factor of 2^126 that codes need: no scale below 2^66 overflows, and scores (2^-64 of them) keep their order.
     u32 factor = (min(k.scale[h], 193u) + 62u) * 0x00800080u;
     expand(k.code[h].x, factor, a[0], a[1], h);
     expand(k.code[h].y, factor, a[2], a[3], h);
@@ -91,11 +124,10 @@ __device__ __forceinline__ void expand_keys(const Keys& k, u32 (&a)[8][4]) {
     expand(k.code[h].w, factor, a[6], a[7], h);
   }
 }
-// The sum of a quad's parts as an ordered number; 0 where there is no key.
-__device__ __forceinline__ u32 score_order(float sum, bool here) {
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  return here ? ordered(sum * 1.8446744073709552e19f) : 0u;  // 2^64
+// Both keys' sums over a quad: lanes with bit 0 get the second's, the others the first's.
+__device__ __forceinline__ float quad_half(float first, float second, int lane) {
+  float mine = lane & 1 ? second : first, other = lane & 1 ? first : second;
+  return mine + __shfl_xor_sync(~0u, other, 1);
 }
 
 // Eight channels of a query (unit 0 to 15 of a head) to their places in a tile of `rows` rows of 128 bytes and two chunks.
@@ -110,9 +142,9 @@ __device__ __forceinline__ void put_query(u8* tile, int rows, int row, int unit,
     *(u32*)(tile + (place >> 6) * rows * 128 + row * 128 + ((((inner >> 4) ^ (row & 7)) << 4) | (inner & 15))) = pairs[r];
   }
 }
-__device__ __forceinline__ u64 descriptor(const void* p) {
-  return (u64)((shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
+// The low word of a matrix descriptor; its high word is HIGH (rows of 128 bytes, groups of 8 rows 1,024 bytes apart).
+__device__ __forceinline__ u32 descriptor(const void* p) { return ((shared_address(p) & 0x3FFFF) >> 4) | (1u << 16); }
+#define HIGH "0x40000040"
 __device__ __forceinline__ float bfloat_at(const u8* p) { return __uint_as_float((u32) * (const unsigned short*)p << 16); }
 
 // Sum over a block of THREADS, and the sum over higher threads. `room` holds 33 words.

@@ -11,15 +11,15 @@ static const int FULL = SPILL - EPOCH * GROUPS * 64;
 static const int SET_BYTES = 128 * 256;          // four queries' tile
 static const int WEIGHTS_AT = MEMBERS / TOGETHER * SET_BYTES;
 
-__device__ __forceinline__ void product_128(float (&d)[64], const u32* a, u64 b, int keep) {
+__device__ __forceinline__ void product_128(float (&d)[64], const u32* a, u32 b, int keep) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+      "}, {%64, %65, %66, %67}, b, p, 1, 1, 0;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -28,7 +28,7 @@ __device__ __forceinline__ void product_128(float (&d)[64], const u32* a, u64 b,
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
 }
 
 struct Block {  // what the threads of a block share beside the queries
@@ -79,27 +79,25 @@ __device__ void cut_back(const Call& c, Block& b, uint2* spill, int member) {
   __syncthreads();
 }
 
-// Take what beats its query's least into the spill. Lanes 0 and 1 of a quad hold the scores of keys 8 apart.
-__device__ __forceinline__ void take(Block& b, uint2* spill, int member, u32 order, int row, int lane) {
-  bool taken = (lane & 3) < 2 && order > b.least[member];
+// Take what beats its query's least into the spill. Lanes that differ in bit 1 hold scores of different queries.
+__device__ __forceinline__ void take(Block& b, uint2* spills, int member, u32 order, int row, int lane) {
+  bool taken = order > b.least[member];
   u32 who = __ballot_sync(~0u, taken);
   if (!who) return;
+  who &= lane & 2 ? 0xCCCCCCCCu : 0x33333333u;
   u32 to = 0;
-  if (lane == 0) to = atomicAdd(b.count + member, __popc(who));
-  to = __shfl_sync(~0u, to, 0) + __popc(who & ((1u << lane) - 1));
-  if (taken) spill[to] = make_uint2(order, row);
+  if (!(lane & ~2) && who) to = atomicAdd(b.count + member, __popc(who));
+  to = __shfl_sync(~0u, to, lane & 2) + __popc(who & ((1u << lane) - 1));
+  if (taken) spills[member * SPILL + to] = make_uint2(order, row);
 }
 
-// Best of each block of 8 rows of a warp's 16; lane 0 and 1 write them.
-__device__ __forceinline__ void publish(const Call& c, int line, int sees, u32 first, u32 second, int tile_row, int lane) {
+// Best of each block of 8 rows of a warp's 16, of two queries: four lanes write them.
+__device__ __forceinline__ void publish(const Call& c, int line, int sees, u32 order, int tile_row, int lane) {
 #pragma unroll
-  for (int by = 4; by < 32; by *= 2) {
-    first = max(first, __shfl_xor_sync(~0u, first, by));
-    second = max(second, __shfl_xor_sync(~0u, second, by));
-  }
-  int block = tile_row / BLOCK + lane;
-  if (lane < 2 && block * BLOCK < sees)
-    c.blocks.orders[(i64)line * c.blocks.stride + block] = block == (sees - 1) / BLOCK ? ~0u : (lane ? second : first);
+  for (int by = 4; by < 32; by *= 2) order = max(order, __shfl_xor_sync(~0u, order, by));
+  int block = tile_row / BLOCK + (lane & 1);
+  if (lane < 4 && block * BLOCK < sees)
+    c.blocks.orders[(i64)line * c.blocks.stride + block] = block == (sees - 1) / BLOCK ? ~0u : order;
 }
 
 struct Span {  // of tiles of 64 keys
@@ -108,58 +106,54 @@ struct Span {  // of tiles of 64 keys
 
 __device__ void scan_share(const Call& c, u8* shared, Block& b, uint2* spills, Span x) {
   int wide = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, group = lane & 3;
-  Reader reader{c, c.table + (i64)c.slots[x.first_query] * c.table_width};
   int most = 0;
   for (int m = 0; m < x.members; m++) most = max(most, b.sees[m]);
-  int stop = min(x.stop, (most + 63) / 64);
-  auto row_at = [&](int tile, int h) {
-    int row = tile * 64 + warp * 16 + (lane >> 2) + 8 * h;
-    return tile < stop && row < most ? row : -1;
-  };
+  int stop = min(x.stop, (most + 63) / 64), tile = x.first + wide;
+  if (x.first >= stop) return;
   const float* weights = (const float*)(shared + WEIGHTS_AT) + 2 * group;
-  int row[2], page[2], next_row[2], next_page[2];
-  Keys keys;
-  int tile = x.first + wide;
-#pragma unroll
-  for (int h = 0; h < 2; h++) row[h] = row_at(tile, h), page[h] = reader.page_of(row[h]);
-  reader.load(keys, row, page, group);
-#pragma unroll
-  for (int h = 0; h < 2; h++) next_row[h] = row_at(tile + GROUPS, h), next_page[h] = reader.page_of(next_row[h]);
+  Feed<false> feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, nullptr, most, most, group, GROUPS * 64,
+                   tile * 64 + warp * 16 + (lane >> 2)};
+  feed.start();
   for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
     for (int i = 0; i < EPOCH && tile < stop; i++, tile += GROUPS) {
       u32 a[8][4];
-      expand_keys(keys, a);
-      int here[2] = {row[0], row[1]};
-#pragma unroll
-      for (int h = 0; h < 2; h++) row[h] = next_row[h], page[h] = next_page[h];
-      reader.load(keys, row, page, group);
-#pragma unroll
-      for (int h = 0; h < 2; h++) next_row[h] = row_at(tile + 2 * GROUPS, h), next_page[h] = reader.page_of(next_row[h]);
+      expand_keys(feed.keys, a);
+      int row = feed.at + 8 * (lane & 1);
+      feed.load();
+      feed.find(feed.at + 2 * GROUPS * 64);
+      feed.at += GROUPS * 64;
       for (int set = 0; set * TOGETHER < x.members; set++) {
         float d[64];
-        u64 base = descriptor(shared + set * SET_BYTES);
+        u32 base = descriptor(shared + set * SET_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int step = 0; step < 8; step++) product_128(d, a[step], base + (step >> 2) * 1024 + (step & 3) * 2, step > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        float half[TOGETHER];
 #pragma unroll
         for (int r = 0; r < TOGETHER; r++) {
-          int member = set * TOGETHER + r;
           float sum[2] = {0.f, 0.f};
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            float2 w = *(const float2*)(weights + member * 32 + 8 * j);
+            float2 w = *(const float2*)(weights + (set * TOGETHER + r) * 32 + 8 * j);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-              sum[h] = fmaf(positive(d[4 * (4 * r + j) + 2 * h]), w.x, sum[h]);
-              sum[h] = fmaf(positive(d[4 * (4 * r + j) + 2 * h + 1]), w.y, sum[h]);
+              sum[h] = fmaf(twice_positive(d[4 * (4 * r + j) + 2 * h]), w.x, sum[h]);
+              sum[h] = fmaf(twice_positive(d[4 * (4 * r + j) + 2 * h + 1]), w.y, sum[h]);
             }
           }
-          int sees = b.sees[member];
-          u32 first = score_order(sum[0], here[0] >= 0 && here[0] < sees), second = score_order(sum[1], here[1] >= 0 && here[1] < sees);
-          take(b, spills + member * SPILL, member, group ? second : first, group ? here[1] : here[0], lane);
-          if (c.publish) publish(c, x.first_query + member, sees, first, second, tile * 64 + warp * 16, lane);
+          half[r] = quad_half(sum[0], sum[1], lane);
+        }
+        // A lane ends with two queries' scores of one key: bit 0 tells the key, bit 1 the query.
+#pragma unroll
+        for (int r = 0; r < TOGETHER; r += 2) {
+          float mine = lane & 2 ? half[r + 1] : half[r], other = lane & 2 ? half[r] : half[r + 1];
+          float score = mine + __shfl_xor_sync(~0u, other, 2);
+          int member = set * TOGETHER + r + ((lane >> 1) & 1), sees = b.sees[member];
+          u32 order = row < sees ? ordered(score) : 0u;
+          take(b, spills, member, order, row, lane);
+          if (c.publish) publish(c, x.first_query + member, sees, order, tile * 64 + warp * 16, lane);
         }
       }
     }
@@ -189,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_many(const __grid_
     for (int i = t; i < MEMBERS * 32; i += THREADS) {
       int member = i >> 5, head = i & 31;
       bool real = member < x.members && head < c.heads;
-      ((float*)(shared + WEIGHTS_AT))[i] = real ? bfloat_at(c.weights + ((i64)(x.first_query + member) * c.heads + head) * 2) : 0.f;
+      ((float*)(shared + WEIGHTS_AT))[i] = real ? 0.5f * bfloat_at(c.weights + ((i64)(x.first_query + member) * c.heads + head) * 2) : 0.f;
     }
     if (t < MEMBERS) {
       b.count[t] = b.least[t] = 0;

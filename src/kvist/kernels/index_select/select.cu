@@ -4,48 +4,74 @@
 // and counts them in 4,096 bins; `sift` collects what lies in the bins that hold the K best; `choose` picks exactly, ties to the
 // lower id, ascending. The three overlap their launches. Knows no requests and no layers.
 
-__device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u64 b, int keep) {
+__device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u32 b, int keep) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %21, 0;\nmov.b64 b, {%20, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+      "{%16, %17, %18, %19}, b, p, 1, 1, 0;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
         "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
 }
 
+struct Counters {
+  u32 bins[BINS], block_bins[BINS];
+};
 
-extern "C" __global__ void __launch_bounds__(128, 4) scan(const __grid_constant__ Call c) {
-  __shared__ __align__(1024) u8 queries[8192];
-  __shared__ u32 bins[BINS];
-  __shared__ u32 block_bins[BINS];
-  int n = blockIdx.x / c.shares, share = blockIdx.x % c.shares;
+template <bool POOL>
+__device__ __forceinline__ void scan_share(const Call& c, u32 queries, Counters& counters, const float (&weight)[8], int n, int first,
+                                           int end, int sees) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane & 3;
-  int sees = min((int)c.visible[n], c.limit), slot = c.slots[n];
-  int end = min((share + 1) * c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
-  const int* table = c.table + (i64)slot * c.table_width;
-  const int* pool = c.pool + (i64)n * c.pool_blocks;
-  int at = share * c.share + warp * 16 + (lane >> 2);
-
-  // The key at a place: its row, -1 for none.
-  auto row_at = [&](int place) {
-    if (place >= end) return -1;
-    int row = place;
-    if (c.pool_blocks) {
-      int block = pool[place >> 3];
-      row = block < 0 ? -1 : block * BLOCK + (place & 7);
+  Feed<POOL> feed{c, c.table + (i64)c.slots[n] * c.table_width, c.pool + (i64)n * c.pool_blocks, end, sees, group, 64,
+                  first + warp * 16 + (lane >> 2)};
+  feed.start();
+  u32* orders = c.rows.orders + (i64)n * c.rows.stride;
+  for (int tile = first; tile < end; tile += 64) {
+    u32 a[8][4];
+    expand_keys(feed.keys, a);
+    bool here = (lane & 1 ? feed.row_of(1) : feed.row_of(0)) >= 0;
+    feed.load();
+    float d[16];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < 8; step++) product_32(d, a[step], queries + (step >> 2) * 256 + (step & 3) * 2, step > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    feed.find(feed.at + 128);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) sum[h] = fmaf(twice_positive(d[4 * (j >> 1) + 2 * h + (j & 1)]), weight[j], sum[h]);
+    float score = quad_half(sum[0], sum[1], lane);
+    score += __shfl_xor_sync(~0u, score, 2);
+    u32 order = here ? ordered(score) : 0u;
+    // Lanes 0 and 1 of a quad write the keys 8 apart.
+    int place = feed.at + 8 * group;
+    if (group < 2 && place < end) {
+      orders[place] = order;
+      if (order) atomicAdd(counters.bins + (order >> BIN_SHIFT), 1);
     }
-    return row < sees ? row : -1;
-  };
-  Reader reader{c, table};
-  int row[2], page[2], next_row[2], next_page[2];
-  Keys keys;
+    if (c.publish) {
 #pragma unroll
-  for (int h = 0; h < 2; h++) row[h] = row_at(at + 8 * h), page[h] = reader.page_of(row[h]);
-  reader.load(keys, row, page, group);
-#pragma unroll
-  for (int h = 0; h < 2; h++) next_row[h] = row_at(at + 64 + 8 * h), next_page[h] = reader.page_of(next_row[h]);
+      for (int by = 4; by < 32; by *= 2) order = max(order, __shfl_xor_sync(~0u, order, by));
+      int block = (tile + warp * 16) / BLOCK + lane;
+      if (lane < 2 && block * BLOCK < end) {
+        u32 best = block == (sees - 1) / BLOCK ? ~0u : order;
+        c.blocks.orders[(i64)n * c.blocks.stride + block] = best;
+        atomicAdd(counters.block_bins + (best >> BIN_SHIFT), 1);
+      }
+    }
+    feed.at += 64;
+  }
+}
 
+extern "C" __global__ void __launch_bounds__(128, 5) scan(const __grid_constant__ Call c) {
+  __shared__ __align__(1024) u8 queries[8192];
+  __shared__ Counters counters;
+  int n = blockIdx.x / c.shares, first = blockIdx.x % c.shares * c.share;
+  int sees = min((int)c.visible[n], c.limit), end = min(first + c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
+  if (first >= end) return;
   for (int i = threadIdx.x; i < 512; i += 128) {
     int head = i >> 4, unit = i & 15;
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -55,67 +81,21 @@ extern "C" __global__ void __launch_bounds__(128, 4) scan(const __grid_constant_
   float weight[8];
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    int head = 8 * (j >> 1) + 2 * group + (j & 1);
-    weight[j] = head < c.heads ? bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
+    int head = 8 * (j >> 1) + 2 * (threadIdx.x & 3) + (j & 1);
+    weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
   }
-  for (int i = threadIdx.x; i < BINS; i += 128) bins[i] = 0;
+  for (int i = threadIdx.x; i < BINS; i += 128) counters.bins[i] = 0;
   if (c.publish)
-    for (int i = threadIdx.x; i < BINS; i += 128) block_bins[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += 128) counters.block_bins[i] = 0;
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-
-  u64 base = descriptor(queries);
-  u32* orders = c.rows.orders + (i64)n * c.rows.stride;
-  for (int tile = share * c.share; tile < end; tile += 64, at += 64) {
-    u32 a[8][4];
-    expand_keys(keys, a);
-    int here[2] = {row[0], row[1]};
-#pragma unroll
-    for (int h = 0; h < 2; h++) row[h] = next_row[h], page[h] = next_page[h];
-    reader.load(keys, row, page, group);
-    float d[16];
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int step = 0; step < 8; step++) product_32(d, a[step], base + (step >> 2) * 256 + (step & 3) * 2, step > 0);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int h = 0; h < 2; h++) next_row[h] = row_at(at + 128 + 8 * h), next_page[h] = reader.page_of(next_row[h]);
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    u32 order[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum = fmaf(positive(d[4 * (j >> 1) + 2 * h + (j & 1)]), weight[j], sum);
-      order[h] = score_order(sum, here[h] >= 0);
-    }
-    // Lanes 0 and 1 of a quad write the keys 8 apart.
-    if (group < 2) {
-      u32 mine = group ? order[1] : order[0];
-      int place = at + 8 * group;
-      if (place < end) {
-        orders[place] = mine;
-        if (mine) atomicAdd(bins + (mine >> BIN_SHIFT), 1);
-      }
-    }
-    if (c.publish) {
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int by = 4; by < 32; by *= 2) order[h] = max(order[h], __shfl_xor_sync(~0u, order[h], by));
-      int block = (tile + warp * 16) / BLOCK + lane;
-      if (lane < 2 && block * BLOCK < sees && block * BLOCK < end) {
-        u32 best = block == (sees - 1) / BLOCK ? ~0u : (lane ? order[1] : order[0]);
-        c.blocks.orders[(i64)n * c.blocks.stride + block] = best;
-        atomicAdd(block_bins + (best >> BIN_SHIFT), 1);
-      }
-    }
-  }
+  if (c.pool_blocks) scan_share<true>(c, descriptor(queries), counters, weight, n, first, end, sees);
+  else scan_share<false>(c, descriptor(queries), counters, weight, n, first, end, sees);
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += 128) {
-    if (bins[i]) atomicAdd(c.rows.bins + (i64)n * BINS + i, bins[i]);
-    if (c.publish && block_bins[i]) atomicAdd(c.blocks.bins + (i64)n * BINS + i, block_bins[i]);
+    if (counters.bins[i]) atomicAdd(c.rows.bins + (i64)n * BINS + i, counters.bins[i]);
+    if (c.publish && counters.block_bins[i]) atomicAdd(c.blocks.bins + (i64)n * BINS + i, counters.block_bins[i]);
   }
 }
 

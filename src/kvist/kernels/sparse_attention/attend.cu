@@ -40,9 +40,9 @@ __device__ __forceinline__ void group_barrier(int name, int threads) {
 }
 
 // Matrix products: A and B are tiles in shared memory, swizzled by 128 bytes.
-__device__ __forceinline__ u64 descriptor(u32 at, int leading) {
-  return (u64)((at & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
+// A descriptor's low word; its high word is HIGH (rows of 128 bytes, groups of 8 rows 1,024 bytes apart).
+__device__ __forceinline__ u32 descriptor(u32 at, int leading) { return ((at & 0x3FFFF) >> 4) | ((u32)(leading >> 4) << 16); }
+#define HIGH "0x40000040"
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void products_wait() {
@@ -50,23 +50,23 @@ template <int LEFT> __device__ __forceinline__ void products_wait() {
 }
 
 // A 64 x 64 (heads x 16 channels a step), B keys x channels: both contiguous in channels.
-__device__ __forceinline__ void product_64(float (&d)[32], u64 a, u64 b, int keep) {
+__device__ __forceinline__ void product_64(float (&d)[32], u32 a, u32 b, int keep) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, " HIGH "};\nmov.b64 b, {%33, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+      "}, a, b, p, 1, 1, 0, 0;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(keep));
+      : "r"(a), "r"(b), "r"(keep));
 }
 
-__device__ __forceinline__ void product_256(float (&d)[128], u64 a, u64 b, int keep) {
+__device__ __forceinline__ void product_256(float (&d)[128], u32 a, u32 b, int keep) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\nmov.b64 a, {%128, " HIGH "};\nmov.b64 b, {%129, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -76,7 +76,7 @@ __device__ __forceinline__ void product_256(float (&d)[128], u64 a, u64 b, int k
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
+      "}, a, b, p, 1, 1, 0, 1;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -93,7 +93,7 @@ __device__ __forceinline__ void product_256(float (&d)[128], u64 a, u64 b, int k
         "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(keep));
+      : "r"(a), "r"(b), "r"(keep));
 }
 
 __device__ __forceinline__ float power2(float x) {
@@ -159,7 +159,7 @@ struct Call {
   const int *slots, *table, *topk;
   float *shares, *peaks, *totals;
   i64 window_stride, scale_stride, slot_stride, slot_scale_stride, page_bytes;
-  int queries, heads, selected, ring, window_length, table_width, main_codes, main_scales, rows_a_page, turned, splits;
+  int queries, heads, selected, ring, window_length, table_width, main_codes, main_scales, page_shift, turned, splits;
   float scale;
 };
 
@@ -189,40 +189,46 @@ struct Unit {
 struct Producer {
   const Call& c;
   u8* shared;
-  int warp, lane;
-  const u8 *ring_base, *ring_scales;
-  int window_tiles;
+  int warp, lane, window_tiles;
 
   __device__ __forceinline__ uint2* rows(int item) { return (uint2*)(shared + ROWS_AT + (item & 1) * MOST_TILES * TILE * 8); }
 
-  // Where each key of the item lies: (page, row in it) or (0, cell); row ~0: no key.
-  __device__ void find_rows(const Item& x, int item) {
+  // Where each key of the item lies: (page, row in it) or (0, cell); row ~0: no key. In two steps that wait for nothing: first
+  // the ids, then, once they are there, their pages. A thread reads what it copied itself.
+  __device__ void ask_ids(const Item& x, int item) {
     uint2* to = rows(item);
-    int slot = c.slots[x.n], start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
-    for (int i = warp * 32 + lane; i < x.tiles * TILE; i += 128) {
-      int key = x.first * TILE + i;
-      uint2 at = make_uint2(0, ~0u);
-      if (key < window_tiles * TILE) {
-        int entry = start + key;
-        if (entry < stop) at.y = (u32)entry % (u32)c.ring;
-      } else {
-        key -= window_tiles * TILE;
-        int row = key < c.selected ? c.topk[(i64)x.n * c.selected + key] : -1;
-        if (row >= 0) {
-          at.x = (u32)c.table[(i64)slot * c.table_width + row / c.rows_a_page];
-          at.y = (u32)(row % c.rows_a_page);
-        }
-      }
-      to[i] = at;
+    int start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
+#pragma unroll
+    for (int j = 0; j < MOST_TILES * TILE / 128; j++) {
+      int i = j * 128 + warp * 32 + lane;
+      if (i >= x.tiles * TILE) break;
+      int key = x.first * TILE + i, chosen = key - window_tiles * TILE;
+      if (chosen >= 0 && chosen < c.selected) copy_word(&to[i].y, c.topk + (i64)x.n * c.selected + chosen);
+      else to[i].y = chosen < 0 && start + key < stop ? (u32)(start + key) % (u32)c.ring : ~0u;
     }
-    group_barrier(2, 128);
   }
+  __device__ void ask_pages(const Item& x, int item, int slot) {
+    uint2* to = rows(item);
+    const int* table = c.table + (i64)slot * c.table_width;
+#pragma unroll
+    for (int j = 0; j < MOST_TILES * TILE / 128; j++) {
+      int i = j * 128 + warp * 32 + lane;
+      if (i >= x.tiles * TILE) break;
+      u32 row = to[i].y;
+      if (x.first * TILE + i < window_tiles * TILE || (int)row < 0) continue;
+      copy_word(&to[i].x, table + (row >> c.page_shift));
+      to[i].y = row & ((1u << c.page_shift) - 1);
+    }
+  }
+  __device__ __forceinline__ void copy_word(u32* to, const int* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  }
+  __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-  __device__ __forceinline__ void load(Unit& u, const Item& x, int item, int tile, int part) {
+  __device__ __forceinline__ void load(Unit& u, const Item& x, int item, int slot, int tile, int part) {
     const uint2* from = rows(item) + tile * TILE;
     int q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
     if (x.first + tile < window_tiles) {
-      i64 slot = c.slots[x.n];
       const u8 *codes = c.window + slot * c.slot_stride + chunk * 64 + q * 16;
       const u8 *scales = c.window_scales + slot * c.slot_scale_stride + chunk * 2 + (q >> 1);
 #pragma unroll
@@ -325,7 +331,6 @@ struct Producer {
         *(uint4*)to = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 };
 
@@ -343,23 +348,35 @@ static const int VALID_AT = BARRIERS_AT + 128;
 
 __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
   int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  Producer p{c, shared, warp, lane, nullptr, nullptr, (c.window_length + TILE - 1) / TILE};
+  Producer p{c, shared, warp, lane, (c.window_length + TILE - 1) / TILE};
   u32* valid = (u32*)(shared + VALID_AT);
-  int uses[2] = {0, 0};
-  int item = 0;
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
-    Item x = item_of(c, number);
-    if (item > 0) wait(bars.queries_free(), (item - 1) & 1);
-    p.load_queries(x);
-    if (item == 0) p.find_rows(x, item);
+  u32 filled = 0;  // bit b: parity of buffer b's uses
+  int item = 0, number = blockIdx.x;
+  Item x = item_of(c, number);
+  int slot = c.slots[x.n];
+  p.ask_ids(x, item);
+  p.load_queries(x);
+  p.copies_wait();
+  p.ask_pages(x, item, slot);
+  p.copies_wait();
+  group_barrier(2, 128);
+  for (; number < items; number += gridDim.x, item++) {
     Unit units[2];
     int windows = min(max(p.window_tiles - x.first, 0), x.tiles);
     int count = 4 * windows + 2 * (x.tiles - windows);
     // Unit u of the item: its tile, and its part of it.
     auto tile_of = [&](int u) { return u < 4 * windows ? u >> 2 : windows + ((u - 4 * windows) >> 1); };
     auto part_of = [&](int u) { return u < 4 * windows ? u & 3 : (u - 4 * windows) & 1; };
-    p.load(units[0], x, item, tile_of(0), part_of(0));
-    if (count > 1) p.load(units[1], x, item, tile_of(1), part_of(1));
+    bool more = number + gridDim.x < items;
+    Item next = more ? item_of(c, number + gridDim.x) : x;
+    int next_slot = c.slots[next.n];
+    p.load(units[0], x, item, slot, tile_of(0), part_of(0));
+    if (count > 1) p.load(units[1], x, item, slot, tile_of(1), part_of(1));
+    if (item > 0) {
+      wait(bars.queries_free(), (item - 1) & 1);
+      p.load_queries(x);
+    }
+    if (more) p.ask_ids(next, item + 1);
     for (int u = 0; u < count; u += 2) {
 #pragma unroll
       for (int k = 0; k < 2; k++) {
@@ -368,7 +385,7 @@ __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
         bool window = tile < windows;
         int half = window ? part >> 1 : part;
         bool opens = !window || (part & 1) == 0, closes = !window || (part & 1) == 1;
-        if (opens) wait(bars.free_(b, half), (uses[b] & 1) ^ 1);
+        if (opens) wait(bars.free_(b, half), ((filled >> b) & 1) ^ 1);
         p.store(units[k], shared + K_AT + b * 8 * CHUNK, window, part);
         if (closes) {
           if (warp == 0) {
@@ -378,22 +395,22 @@ __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
           publish_writes();
           __syncwarp();
           if (lane == 0) arrive(bars.full(b, half));
-          if (half == 1) uses[b]++;
+          if (half == 1) filled ^= 1u << b;
         }
-        if (u + k + 2 < count) p.load(units[k], x, item, tile_of(u + k + 2), part_of(u + k + 2));
+        if (u + k + 2 < count) p.load(units[k], x, item, slot, tile_of(u + k + 2), part_of(u + k + 2));
       }
       if (u == 0) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        p.copies_wait();
         publish_writes();
         __syncwarp();
         if (lane == 0) arrive(bars.queries());
+        if (more) p.ask_pages(next, item + 1, next_slot);
       }
     }
-    int next = number + gridDim.x;
-    if (next < items) {
-      Item y = item_of(c, next);
-      p.find_rows(y, item + 1);
-    }
+    p.copies_wait();
+    group_barrier(2, 128);
+    x = next;
+    slot = next_slot;
   }
 }
 
@@ -410,14 +427,13 @@ struct Consumer {
   __device__ __forceinline__ int row() { return warp * 16 + (lane >> 2); }
 
   __device__ __forceinline__ void score(float (&s)[32], int b) {
-    u32 q = shared_address(shared + Q_AT), k = shared_address(shared + K_AT + b * 8 * CHUNK);
+    u32 q = descriptor(shared_address(shared + Q_AT), 16), k = descriptor(shared_address(shared + K_AT + b * 8 * CHUNK), 16);
     products_begin();
 #pragma unroll
     for (int chunk = 0; chunk < 8; chunk++)
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        product_64(s, descriptor(q + chunk * CHUNK + step * 32, 16), descriptor(k + chunk * CHUNK + step * 32, 16),
-                   chunk + step > 0);
+        product_64(s, q + chunk * (CHUNK / 16) + step * 2, k + chunk * (CHUNK / 16) + step * 2, chunk + step > 0);
     products_end();
   }
 
@@ -488,11 +504,12 @@ struct Consumer {
 
   // acc += probabilities x values of the tile in buffer b, this group's half of the channels.
   __device__ __forceinline__ void gather(float (&acc)[128], int b, bool keep) {
-    u32 p = shared_address(shared + P_AT + b * CHUNK), k = shared_address(shared + K_AT + (8 * b + 4 * group) * CHUNK);
+    u32 p = descriptor(shared_address(shared + P_AT + b * CHUNK), 16);
+    u32 k = descriptor(shared_address(shared + K_AT + (8 * b + 4 * group) * CHUNK), CHUNK);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      product_256(acc, descriptor(p + step * 32, 16), descriptor(k + step * 2048, CHUNK), keep || step > 0);
+      product_256(acc, p + step * 2, k + step * 128, keep || step > 0);
       if (step & 1) products_end();
     }
   }

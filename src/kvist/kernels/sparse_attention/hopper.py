@@ -31,7 +31,7 @@ _POINTERS = (
 )  # fmt: skip
 _STRIDES = ("window_stride", "scale_stride", "slot_stride", "slot_scale_stride", "page_bytes")
 _COUNTS = (
-    "queries", "heads", "selected", "ring", "window_length", "table_width", "main_codes", "main_scales", "rows_a_page", "turned",
+    "queries", "heads", "selected", "ring", "window_length", "table_width", "main_codes", "main_scales", "page_shift", "turned",
     "splits",
 )  # fmt: skip
 
@@ -46,14 +46,15 @@ class _Call(ctypes.Structure):
 
 
 def fits(q_NHC: Tensor, codes_DRC: Tensor, pages: DevicePages | None) -> bool:
-    """Whether the kernel takes this call of FP8 rings: Hopper, 512 channels, rows of rings and pages on whole words."""
+    """Whether the kernel takes this call of FP8 rings: Hopper, 512 channels, 2^i rows a page, rows on whole words."""
     if interpreted() or not len(q_NHC) or q_NHC.shape[2] != CHANNELS:
         return False
     if torch.cuda.get_device_capability(q_NHC.device) != (9, 0):
         return False
     words = [codes_DRC.data_ptr(), codes_DRC.stride(0), codes_DRC.stride(1)]
     halves = [] if pages is None else [pages.bytes_PB.data_ptr(), pages.page_bytes, pages.main_codes]
-    return not any(at % 16 for at in words) and not any(at % 8 for at in halves)
+    rows = 1 if pages is None else pages.rows
+    return not rows & (rows - 1) and not any(at % 16 for at in words) and not any(at % 8 for at in halves)
 
 
 def shares_of(items: int, tiles: int, programs: int) -> int:
@@ -97,7 +98,7 @@ def attend_hopper(
     table, source = (slots, q) if pages is None else (pages.table_ST, pages.bytes_PB)
     tensors = [q, codes_DRC, scales_DRG, source, out, sink, cos, sin, span, slots, table, slots if topk is None else topk]
     strides = (codes_DRC.stride(1), scales_DRG.stride(1), codes_DRC.stride(0), scales_DRG.stride(0))
-    of_pages = (0, 0, 0, 1) if pages is None else (table.shape[1], pages.main_codes, pages.main_scales, pages.rows)
+    of_pages = (0, 0, 0, 0) if pages is None else (table.shape[1], pages.main_codes, pages.main_scales, pages.rows.bit_length() - 1)
     call = _Call(
         *(t.data_ptr() for t in (*tensors, shares, peaks, totals)), *strides, 0 if pages is None else pages.page_bytes, n, heads,
         k, codes_DRC.shape[1], window, *of_pages, 0 if rope is None else cos.shape[1], cut, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,
