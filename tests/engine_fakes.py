@@ -18,6 +18,7 @@ from kvist.engine.runner import StepResult
 from kvist.engine.scheduler import Opened, Piece
 from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
+from kvist.model.transformer import Transformer
 from kvist.presets import preset
 
 VOCABULARY = 256
@@ -35,10 +36,13 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 class Scripted:
-    """An engine with a scripted runner. `script` may be changed per prompt through `scripts` (keyed by the prompt's ids)."""
+    """An engine with a scripted runner. `script` may be changed per prompt through `scripts` (keyed by the prompt's ids).
 
-    def __init__(self, config: EngineConfig, script: Script = hashed, **parts: object) -> None:
-        self.engine = Engine(MODEL, config, **parts)  # type: ignore[arg-type]
+    `model`: whose sizes and vocabulary it has; it never runs.
+    """
+
+    def __init__(self, config: EngineConfig, script: Script = hashed, *, model: Transformer = MODEL, **parts: object) -> None:
+        self.engine = Engine(model, config, **parts)  # type: ignore[arg-type]
         self.script, self.scripts = script, {}  # type: ignore[var-annotated]
         self.poison: set[int] = set()
         self.rows = 0
@@ -75,14 +79,14 @@ class Scripted:
                 self.engine.memory.bytes_PB[page, position % size] = mark(tokens[position])
             script = self.scripts.get(tuple(tokens[: job.prompt_length]), self.script)
             for position in range(piece.wanted, piece.stop):
-                logits = torch.zeros(VOCABULARY)
+                logits = torch.zeros(self.engine.model.config.vocab_size)
                 logits[script(tokens[: position + 1])] = 20.0
                 if job.id in self.poison:
                     logits[7] = float("nan")
                 rows.append(logits)
             finite.append(True)
         counts = [piece.stop - piece.wanted for piece in pieces]
-        return StepResult(torch.stack(rows) if rows else torch.zeros(0, VOCABULARY), counts, finite)
+        return StepResult(torch.stack(rows) if rows else torch.zeros(0, 1), counts, finite)
 
 
 def mark(token: int) -> int:
