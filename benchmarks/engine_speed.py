@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import abc
+from collections.abc import Iterator
 
 import torch
 
@@ -16,8 +17,9 @@ from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase, W
 from benchmarks.nano_model import nano, prompt, weights_label
 from benchmarks.rows import ROOT
 from kvist.engine.budget import EngineConfig
+from kvist.engine.drafter import Drafter, Proposal
 from kvist.engine.engine import Engine
-from kvist.engine.request import Request, TokenEvent
+from kvist.engine.request import Job, Request, TokenEvent
 from kvist.engine.session import Sequence, Session
 from kvist.text.tokenizer import Tokenizer
 
@@ -109,26 +111,41 @@ def _throughput(options: Options) -> Iterator[Case]:
     )
 
 
+class Spoiled:
+    """Drafts that cost what they cost and are never right: the least that adaptive speculation can be worth."""
+
+    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
+        self.drafter, self.vocabulary = drafter, vocabulary
+
+    def __call__(self, jobs: abc.Sequence[Job]) -> list[Proposal]:
+        """See `Drafter`. What is proposed is the token that the blocks thought of plus a thousand."""
+        proposals = self.drafter(jobs)
+        return [p._replace(tokens=[(token + 1000) % self.vocabulary for token in p.tokens]) for p in proposals]
+
+
 def _speculation(options: Options) -> Iterator[Case]:
-    """Decode of prose in three ways; the adaptive one has learned before it is timed, as a server's has."""
+    """Decode of prose in three ways, then with drafts that are never right; all have decoded the same tokens before they are
+    timed (their contexts are equally long), and the adaptive ones have learned by that, as a server's has."""
     for count in (1, STREAMS):
-        tokens = 256 if count == 1 else 512
-        budget = (options.rounds + 2) * tokens // count * 2 + 4000 // count + 200
+        tokens, warm = (256, 1024) if count == 1 else (1024, 3072)
+        budget = ((options.rounds + 2) * tokens * 2 + warm) // count + 200
         prompts = text_prompts(count, 128)
-        engines = {name: started(prompts, budget, speculation=name, pages=16 * 80) for name in ("adaptive", "off", 5)}
-        decode(engines["adaptive"], 2000 if count == 1 else 3000)
-
-        def run(name: str | int, tokens: int = tokens, engines: dict[str | int, Engine] = engines) -> Callable[[], object]:
-            return lambda: decode(engines[name], tokens)
-
-        yield TimedCase(
-            name=f"speculation, {count} {'requests' if count > 1 else 'request'}, {weights_label()}",
-            variants={"adaptive": run("adaptive"), "plain": run("off"), "always 5": run(5)},
-            subject="adaptive",
-            check=lambda: None,
-            work=tokens,
-            unit="tokens/s",
-        )
+        for spoiled in (False, True):
+            ways: tuple[str | int, ...] = ("adaptive", "off") if spoiled else ("adaptive", "off", 5)
+            engines = {way: started(prompts, budget, speculation=way, pages=STREAMS * 80) for way in ways}
+            if spoiled:
+                engines["adaptive"].drafter = Spoiled(engines["adaptive"].drafter, nano("cpu").config.vocab_size)
+            for made in engines.values():
+                decode(made, warm)
+            names = {"adaptive": "adaptive", "off": "plain", 5: "always 5"}
+            yield TimedCase(
+                name=f"speculation{', drafts never right' * spoiled}, {count} request{'s' * (count > 1)}, {weights_label()}",
+                variants={names[way]: (lambda made=made, tokens=tokens: decode(made, tokens)) for way, made in engines.items()},  # type: ignore[misc]
+                subject="adaptive",
+                check=lambda: None,
+                work=tokens,
+                unit="tokens/s",
+            )
 
 
 def gaps_beside_prompts(made: Engine, decoding: int, steps: int) -> list[float]:
