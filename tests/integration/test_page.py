@@ -97,6 +97,21 @@ def test_stop(visits: Visits, by_key: bool) -> None:
         assert (live.engine.open, live.engine.left_early) == (0, 1)
 
 
+def test_a_running_text_that_is_left_is_kept(visits: Visits) -> None:
+    """Another page in front ends the request; what was written of the first one is in the history."""
+    with visits.serving(base_model(*SLOWLY)) as live:
+        page = visits.open(live)
+        send(page, "begun ", reply=False)
+        page.locator(".reply", has_text="word2").wait_for()
+        page.click("#new-text")
+        idle(page)
+        assert page.locator(".flow").count() == 0
+        page.click("#open-history")
+        page.get_by_role("button", name="begun", exact=True).click()
+        assert page.inner_text(".flow").startswith("begun word0 word1 word2")
+        assert (live.engine.open, live.engine.left_early) == (0, 1)
+
+
 def test_settings_reach_the_request(visits: Visits) -> None:
     with visits.serving(base_model("ok")) as live:
         page = visits.open(live)
@@ -192,6 +207,54 @@ def test_hostile_words_stay_text(visits: Visits) -> None:
         assert page.locator("#sheet img, #sheet script, #sheet b, #history img").count() == 0
         page.wait_for_timeout(100)
         assert page.evaluate("window.hit") is None
+
+
+SPLITS = r"""async () => {
+  const { split } = await import('/page/pieces.js');
+  const wrong = [];
+  let state = 1;
+  const draw = (below) => { state = (state * 48271) % 2147483647; return state % below; };
+  const known = ['a', 'ab', 'b', ' ', '', '\uFFFD', '</think>', 'é', 'aa'];
+  for (let round = 0; round < 4000; round += 1) {
+    const tokens = Array.from({length: 1 + draw(6)}, () => known[draw(known.length)]);
+    const said = tokens.map((one) => one === '\uFFFD' ? '\u{1F33F}'.slice(0, draw(3)) : one === '</think>' ? '' : one).join('');
+    const parts = split(said, tokens);
+    if (parts.join('') !== said || parts.length !== tokens.length) wrong.push([tokens, said, parts]);
+    const plain = tokens.every((one) => one !== '\uFFFD' && one !== '</think>');
+    if (plain && parts.some((one, at) => one !== tokens[at])) wrong.push([tokens, parts]);
+  }
+  return wrong.slice(0, 3);
+}"""
+
+FULL = """async () => {
+  const { History, blank } = await import('/page/history.js');
+  const said = [];
+  for (let at = 0; at < 5; at += 1) {
+    const one = blank('chat');
+    one.turns.push({by: 'person', text: `number ${at}`, images: [{name: 'a', url: 'data:' + 'x'.repeat(1500000)}]});
+    said.push(new History().keep(one));
+  }
+  const kept = new History().kept;
+  return {said, texts: kept.map((one) => one.turns[0].text), urls: kept.map((one) => one.turns[0].images[0].url.length)};
+}"""
+
+
+def test_parts_of_tokens_join_to_the_text(visits: Visits) -> None:
+    """Property: whatever a stream's tokens are, no character is lost or doubled, and plain tokens get exactly themselves."""
+    with visits.serving(says("ok")) as live:
+        page = visits.open(live)
+        assert page.evaluate(SPLITS) == []
+
+
+def test_a_full_history_lets_old_pictures_go_first(visits: Visits) -> None:
+    with visits.serving(says("ok")) as live:
+        page = visits.open(live)
+        found = page.evaluate(FULL)
+        assert found["texts"] == [f"number {at}" for at in (4, 3, 2, 1, 0)], "texts stay"
+        assert found["urls"][0] > 1_000_000, "the newest keeps its picture"
+        assert found["urls"][-1] == 0
+        assert "pictures of old messages were dropped" in found["said"][-1]
+        assert found["said"][0] == ""
 
 
 def test_no_vision_is_said(visits: Visits) -> None:

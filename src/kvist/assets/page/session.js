@@ -74,6 +74,7 @@ export class Session extends EventTarget {
   }
 
   async generate() {
+    const { conversation } = this; // another one may be opened before this reply has ended
     const turn = { by: "model", text: "", reasoning: "", calls: [], pieces: [], tokens: 0, request: api.requestId(), reason: null };
     const { path, body } = this.conversation.mode === "text" ? this.textRequest() : this.chatRequest();
     const running = new AbortController();
@@ -90,7 +91,7 @@ export class Session extends EventTarget {
     } finally {
       this.running = null;
       this.tell("ended", { turn });
-      this.tell("kept", { left: this.history.keep(this.conversation) });
+      this.tell("kept", { left: this.history.keep(conversation) });
     }
   }
 

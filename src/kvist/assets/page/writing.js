@@ -97,6 +97,7 @@ export class Writing {
   }
 
   editMessage(article, turn, at) {
+    article.querySelector(".tools").replaceChildren();
     article.querySelector(".said").replaceWith(this.editor(turn.text, (text) => this.session.edit(at, text)));
     article.querySelector("textarea").focus();
   }
