@@ -320,11 +320,11 @@ def test_openapi_names_every_body() -> None:
 
 
 def test_the_documented_snippets_run() -> None:
-    """The Python blocks of docs/server.md, at this server's address."""
-    text = (NANO.parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    """The Python blocks of docs/clients.md, at this server's address."""
+    text = (NANO.parents[1] / "docs" / "clients.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     with serving(says("hi")) as live:
         for block in blocks:
-            exec(compile(block.replace("http://127.0.0.1:8000", live.url), "docs/server.md", "exec"), {})
-        assert len(live.engine.requests) == 2
+            exec(compile(block.replace("http://127.0.0.1:8000", live.url), "docs/clients.md", "exec"), {})
+        assert len(live.engine.requests) == 4
