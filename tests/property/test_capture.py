@@ -8,6 +8,7 @@ report, position by position, and compared with the capture of any position unde
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvist.engine.microscope import LayerView, Microscope, layer_views, masses
 from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Sequence, Session
+from kvist.kernels.native import calls
 from kvist.model.block import Block
 from kvist.model.initialise import random_model
 from kvist.model.memory import DenseMemory
@@ -339,6 +341,22 @@ def test_a_look_leaves_the_model_as_it_was() -> None:
     assert model.mtp is not None
     assert model.targets
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_look_leaves_native_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, native calls of the looking thread use one thread; another thread's, and those afterwards, all."""
+    monkeypatch.setattr(calls, "_threads", 4)
+    seen: list[tuple[int, int]] = []
+
+    def proceed() -> None:
+        with ThreadPoolExecutor(1) as other:
+            seen.append((calls.threads(), other.submit(calls.threads).result()))
+
+    Microscope(toy(1), replay="bounded").look([5] * 30, [7], proceed=proceed)
+    assert seen == [(1, 4)]
+    assert calls.threads() == 4
+    with calls.at_most_threads(3), calls.at_most_threads(9):
+        assert calls.threads() == 3
 
 
 def test_what_cannot_be_looked_at() -> None:

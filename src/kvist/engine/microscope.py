@@ -18,6 +18,7 @@ from kvist.engine.errors import NonFiniteLogits
 from kvist.engine.replay import Replay
 from kvist.engine.request import ImageInput
 from kvist.engine.session import ImageSpan
+from kvist.kernels.native import at_most_threads
 from kvist.model.transformer import Transformer
 
 Span = tuple[int, int]
@@ -98,16 +99,16 @@ class Microscope:
         """
         if not output:
             raise ValueError("no token was produced yet, so there is nothing to look at")
-        spans = [ImageSpan(start=image.start, embeddings_SD=image.embed()) for image in images]
-        recording = record(
-            self.model,
-            torch.tensor(prompt, dtype=torch.int64),
-            torch.tensor(output[:-1], dtype=torch.int64),
-            images=spans,
-            replay=self.replay if replay is None else replay,
-            chunk=self.chunk,
-            proceed=lambda _: proceed(),
-        )
+        with at_most_threads(1):  # whoever serves beside it finds the native threads free
+            recording = record(
+                self.model,
+                torch.tensor(prompt, dtype=torch.int64),
+                torch.tensor(output[:-1], dtype=torch.int64),
+                images=[ImageSpan(start=image.start, embeddings_SD=image.embed()) for image in images],
+                replay=self.replay if replay is None else replay,
+                chunk=self.chunk,
+                proceed=lambda _: proceed(),
+            )
         scores_V = recording.logits_V.double()
         if not bool(scores_V.isfinite().all()):
             raise NonFiniteLogits(f"logits behind position {recording.position} are not finite; nothing can be shown")

@@ -6,6 +6,8 @@ Owns the thread they run in and what they may cost. Must not know HTTP or what i
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,15 @@ from kvist.server.served import Looking
 
 if TYPE_CHECKING:
     from kvist.engine.microscope import View
+
+NICENESS = 15
+
+
+def _give_way() -> None:
+    """Put this thread behind those that serve, where an operating system knows priorities of single threads."""
+    if sys.platform == "linux":
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 class _Stopped(Exception):
@@ -43,7 +54,7 @@ class Captures:
         self._microscope, self._admission, self._figures = microscope, admission, figures
         self.limit_tokens, self.per_minute = limit_tokens, per_minute
         self._retry_after_s, self._deadline_s = retry_after_s, deadline_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvist-microscope")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvist-microscope", initializer=_give_way)
         self._running: Future[View] | None = None
 
     @property

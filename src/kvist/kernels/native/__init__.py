@@ -5,6 +5,7 @@ Owns the shared library and packed copies of weights. Must not know layers, cach
 
 from kvist.kernels.native.build import NativeBuildError, library
 from kvist.kernels.native.calls import (
+    at_most_threads,
     empty,
     f32,
     format_code,
@@ -20,6 +21,7 @@ from kvist.kernels.native.packed import Packed, pack, pack_fp4, packed, packed_f
 __all__ = [
     "NativeBuildError",
     "Packed",
+    "at_most_threads",
     "empty",
     "f32",
     "format_code",

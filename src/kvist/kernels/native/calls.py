@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -105,9 +106,30 @@ def empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
 
 
+class _Own(threading.local):
+    """What a thread has been allowed, None where that is what the process is."""
+
+    most: int | None = None
+
+
+_own = _Own()
+
+
 def threads() -> int:
-    """As many threads as this process has processors; `KVIST_THREADS` says otherwise."""
-    return _threads
+    """As many threads as this process has processors; `KVIST_THREADS` and `at_most_threads` say otherwise."""
+    most = _own.most
+    return _threads if most is None or most > _threads else most
+
+
+@contextmanager
+def at_most_threads(count: int) -> Iterator[None]:
+    """Native calls of this Python thread use at most `count` threads inside, so that other callers find theirs free."""
+    assert count >= 1, count
+    before, _own.most = _own.most, min(count, threads())
+    try:
+        yield
+    finally:
+        _own.most = before
 
 
 @contextmanager
