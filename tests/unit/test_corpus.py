@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 import kvist
 from kvist.presets import nano
 from kvist.train.corpus import parts
+from kvist.train.corpus.__main__ import main
 from kvist.train.corpus.bpe import SPECIAL_TOKENS, train_on
 from kvist.train.corpus.build import Document, SourceReport, deduplicate, read_source, text_path
 from kvist.train.corpus.clean import normalise, rejection, strip_gutenberg
@@ -378,3 +379,12 @@ def test_reading_before_building_says_what_to_run(tmp_path: Path):
     with pytest.raises(ValueError, match="corpus build"):
         next(read_documents(tmp_path, "prose", "train"))
     assert text_path(tmp_path, "prose", "train").name == "prose.train.jsonl"
+
+
+@pytest.mark.parametrize("arguments", [["unpack", "--parts", "{}"], ["tokenise", "--out", "{}"], ["card", "--out", "{}"]])
+def test_a_step_without_what_it_needs_is_one_line(tmp_path, capsys, arguments):
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert str(tmp_path) in said.err
+    assert said.out == ""
+    assert said.err.count("\n") == 1

@@ -43,7 +43,7 @@ class Corpus:
         for tier in ("prose", "docs", "code"):
             file = folder / f"{tier}.{split}.u16"
             if not file.is_file():
-                raise ValueError(f"no {file}; run `python -m kvist.train.corpus unpack` or its build steps first")
+                raise ValueError(f"no {file}; make it: python -m kvist.train.corpus build, then tokenise (or unpack parts)")
             self.ids[tier] = np.memmap(file, "<u2", "r")
             self.offsets[tier] = np.load(folder / f"{tier}.{split}.offsets.npy")
             self.sizes[tier] = np.load(folder / f"{tier}.{split}.bytes.npy").astype(np.int64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 
@@ -32,9 +33,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Runs one step; imports only what that step needs."""
-    arguments = _parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Runs one step; a mistake of the user's or a file's is one line and status 2."""
+    try:
+        _run(_parser().parse_args(argv))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """One step; imports only what it needs."""
     if arguments.step == "build":
         from kvist.train.corpus.build import build
 
@@ -70,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
