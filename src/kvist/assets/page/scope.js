@@ -86,12 +86,11 @@ export class Scope {
 
   head() {
     const { turn, token } = this.chosen;
-    const { position, output = {}, seconds: took } = this.answer;
+    const { position, output = {} } = this.answer;
     const { logprob, rank } = output;
     const likely = [
       isNumber(logprob) && `probability ${percent(Math.exp(logprob))}`,
       isNumber(rank) && (rank === 0 ? "the likeliest" : `rank ${count(rank + 1)}`),
-      isNumber(took) && `looked at in ${seconds(took)}`,
     ].filter(Boolean);
     const step = (by, name, mark) =>
       button(mark, () => document.dispatchEvent(new CustomEvent("step", { detail: { turn, token: token + by } })), {
@@ -230,7 +229,7 @@ export class Scope {
 
   numbers() {
     const holder = element("div", { class: "scrolled", tabindex: "0", role: "region", "aria-label": "Numbers" });
-    const details = element("details", { class: "numbers" }, element("summary", {}, "Numbers as a table"), holder);
+    const details = element("details", { class: "numbers" }, element("summary", {}, `Numbers as a table (the look took ${seconds(this.answer.seconds)})`), holder);
     details.addEventListener("toggle", () => {
       if (details.open && !holder.firstChild) holder.append(table(this.answer, this.layers, (layer) => this.mostRead(layer)));
     });
