@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,10 @@ from kvist.engine.scheduler import Hit
 
 FEW_TOKENS = 16
 """Up to so many tokens are appended one by one, which costs a decode step less than arrays of them."""
+
+
+ASKED_AT_ONCE = 32
+"""Pages of a prompt that the disk is asked about at once: one question costs about as much as one page's."""
 
 
 class PageBytes(Protocol):
@@ -112,16 +117,17 @@ class Pages:
         """Begin to read what only the disk has of the job's prefix, up to the first page that no tier has."""
         if self.tiers is None or job.chain is None:
             return
-        wanted = []
-        for digest in job.chain.digests:
-            keys = self._keys(digest, job.replay_length)
-            if any(self.index.holds(key) for key in keys):
-                continue
-            found = [(key, tier) for key, tier in zip(keys, self.tiers.where(keys), strict=True) if tier is not None]
-            if not found:
+        missing = [digest for digest in job.chain.digests if not self._held(digest, job.replay_length)]
+        wanted: list[bytes] = []
+        for at in range(0, len(missing), ASKED_AT_ONCE):
+            keys = [self._keys(digest, job.replay_length) for digest in missing[at : at + ASKED_AT_ONCE]]
+            flat = [key for mine in keys for key in mine]
+            where = dict(zip(flat, self.tiers.where(flat), strict=True))
+            found = [next((key for key in mine if where[key] is not None), None) for mine in keys]
+            there = list(takewhile(lambda key: key is not None, found))
+            wanted += [key for key in there if key is not None and where[key] == "disk"]
+            if len(there) < len(keys):
                 break
-            if found[0][1] == "disk":
-                wanted.append(found[0][0])
         self.tiers.prefetch(wanted)
 
     def _keys(self, digest: bytes, provenance: int) -> list[bytes]:
