@@ -7,7 +7,6 @@ given rotated, outputs are left rotated, as FlashMLA does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,9 @@ from benchmarks.cases import Options, TimedCase
 from benchmarks.gpu_cache_peers import flash_mla_decode
 from benchmarks.gpu_pages import CHANNELS, WINDOW, main_values, random_ids, random_pages, random_rings
 from benchmarks.gpu_timing import calls_for, floor_us, graphed, require_equal, require_near
-from kvist.kernels.device.pages import DevicePages, multiprocessors
+from kvist.kernels.device.pages import DevicePages
 from kvist.kernels.sparse_attention import sparse_attention
-from kvist.kernels.sparse_attention.gpu import Tiling, WindowRows, attend_packed, choose_tiling
+from kvist.kernels.sparse_attention.gpu import Tiling, WindowRows, attend_packed
 
 HEADS, K, ROWS = 64, 512, 16384
 CHECKED = 3
@@ -27,13 +26,13 @@ DECODE = [(1, 1), (1, 6), (4, 1), (16, 1), (16, 6), (64, 1), (64, 6)]
 """Requests, query rows of each."""
 PREFILL_QUERIES, PREFILL_ROWS = 4096, 131072
 CUTS = {
-    1: [(16, 1, 32, 16, 8), (16, 1, 32, 16, 4), (8, 2, 32, 16, 4), (8, 2, 64, 16, 4)],
-    6: [(16, 1, 32, 16, 8), (8, 2, 32, 16, 4), (8, 2, 64, 16, 4)],
-    16: [(8, 1, 64, 16, 8), (4, 2, 32, 32, 4), (16, 2, 32, 16, 4)],
-    64: [(2, 1, 32, 16, 8), (2, 2, 16, 16, 4), (2, 2, 32, 16, 4), (4, 2, 32, 32, 4)],
-    4096: [(1, 1, 32, 16, 8), (1, 2, 16, 16, 4), (1, 2, 32, 16, 4)],
+    1: [(16, 2, 32, 16), (20, 2, 32, 16), (8, 2, 64, 16)],
+    6: [(8, 2, 32, 16), (8, 2, 64, 16)],
+    16: [(4, 2, 32, 32), (8, 2, 32, 16)],
+    64: [(2, 2, 32, 16), (2, 2, 32, 32), (4, 2, 32, 32)],
+    4096: [(1, 2, 16, 16), (1, 2, 32, 16)],
 }
-"""Shares, parts, keys a tile, entries a tile, warps; by number of queries (the nearest entry below)."""
+"""The Triton kernel's shares, parts, keys a tile, entries a tile; by number of queries (the nearest entry below)."""
 
 
 class Inputs(NamedTuple):
@@ -101,15 +100,12 @@ def check(name: str, run: Callable[[Inputs], Tensor], x: Inputs) -> None:
 
 
 def tilings(queries: int, *, sweep: bool) -> dict[str, Tiling | None]:
-    """The default, and with `sweep` every cut for this many queries."""
+    """The default, and with `sweep` the Triton kernel with every cut for this many queries."""
     cuts: dict[str, Tiling | None] = {"kvist": None}
     if sweep:
-        for splits, parts, keys, entries, warps in CUTS[max(n for n in CUTS if n <= queries)]:
-            name = f"{splits} shares, {parts} parts, tiles {keys}/{entries}, {warps} warps"
-            cuts[name] = Tiling(splits=splits, parts=parts, keys=keys, entries=entries, warps=warps)
-        chosen = choose_tiling(queries, K, WINDOW, multiprocessors(torch.device("cuda")))
-        if chosen.splits > 1:
-            cuts["kvist, kernels overlapped"] = replace(chosen, overlap=True)
+        for splits, parts, keys, entries in CUTS[max(n for n in CUTS if n <= queries)]:
+            name = f"Triton, {splits} shares, {parts} parts, tiles {keys}/{entries}"
+            cuts[name] = Tiling(splits=splits, parts=parts, keys=keys, entries=entries, overlap=splits > 1)
     return cuts
 
 

@@ -19,6 +19,7 @@ from benchmarks.gpu_timing import calls_for, floor_us, graphed, require_equal
 from kvist.kernels.device.pages import DevicePages
 from kvist.kernels.index_select import Selection
 from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
+from kvist.kernels.index_select.hopper import GROUP
 
 HEADS, K, BLOCK, POOL, PUBLISHED = 32, 512, 8, 2048, 2048
 COLD_CONTEXTS = 8
@@ -26,18 +27,12 @@ MARGIN = 2e-3
 """Scores may differ from float64 by this share of the row's largest."""
 DECODE = [(1, 1, 131072), (1, 1, 1 << 20), (1, 6, 131072), (16, 1, 131072), (64, 1, 131072)]
 """Requests, query rows of each, keys of each."""
-CUTS = [
-    ScanTiling(together=1, keys=128, warps=4),
-    ScanTiling(together=1, keys=128, warps=8),
-    ScanTiling(together=1, keys=256, warps=8),
-    ScanTiling(together=1, keys=128, share=4096, warps=4),
-    ScanTiling(together=1, keys=128, share=8192, warps=4),
-]
-SHARED_CUTS = [
+CUTS: list[ScanTiling | None] = [None, ScanTiling(together=1, keys=128, warps=4), ScanTiling(together=1, keys=128, warps=8)]
+"""The default, then the Triton kernels' cuts."""
+SHARED_CUTS: list[ScanTiling | None] = [
+    None,
     ScanTiling(together=4, keys=128, warps=8),
     ScanTiling(together=4, keys=64, warps=4),
-    ScanTiling(together=8, keys=64, warps=8),
-    ScanTiling(together=8, keys=128, warps=8),
     ScanTiling(together=2, keys=128, warps=8),
 ]
 
@@ -66,7 +61,7 @@ def inputs_of(requests: int, rows: int, keys: int, pages: DevicePages, first_slo
     return Inputs(q, weight, pages, slot, visible, [rows] * requests, keys, pool)
 
 
-def run_with(tiling: ScanTiling, publish: int = 0) -> Callable[[tuple[Inputs, Tensor]], Selection]:
+def run_with(tiling: ScanTiling | None, publish: int = 0) -> Callable[[tuple[Inputs, Tensor]], Selection]:
     """One call cut as given, its groups made beforehand."""
 
     def run(item: tuple[Inputs, Tensor]) -> Selection:
@@ -79,9 +74,9 @@ def run_with(tiling: ScanTiling, publish: int = 0) -> Callable[[tuple[Inputs, Te
     return run
 
 
-def grouped(x: Inputs, tiling: ScanTiling) -> tuple[Inputs, Tensor]:
+def grouped(x: Inputs, tiling: ScanTiling | None) -> tuple[Inputs, Tensor]:
     """Inputs with their group table."""
-    return x, groups_of(x.counts, tiling.together, torch.device("cuda"))
+    return x, groups_of(x.counts, GROUP if tiling is None else tiling.together, torch.device("cuda"))
 
 
 def check(name: str, got: Selection, x: Inputs) -> None:
@@ -109,7 +104,7 @@ def check(name: str, got: Selection, x: Inputs) -> None:
 
 
 def case(
-    name: str, items: list[Inputs], cuts: list[ScanTiling], peers: Callable[[int], Peers], scored: int, publish: int = 0
+    name: str, items: list[Inputs], cuts: list[ScanTiling | None], peers: Callable[[int], Peers], scored: int, publish: int = 0
 ) -> TimedCase:
     """One shape; bytes are the keys that must be read, operations the products."""
     x = items[0]
@@ -118,7 +113,7 @@ def case(
     flops = 2.0 * len(x.q_NJI) * scored * HEADS * KEY_CHANNELS
     floor = floor_us(nbytes, flops)
     calls = calls_for(2 * floor + 10)
-    runs = {"kvist" if cut is cuts[0] else _label(cut): (cut, run_with(cut, publish)) for cut in cuts}
+    runs = {_label(cut): (cut, run_with(cut, publish)) for cut in cuts}
 
     def checked() -> None:
         for label, (cut, run) in runs.items():
@@ -138,8 +133,12 @@ def case(
     )  # fmt: skip
 
 
-def _label(cut: ScanTiling) -> str:
-    return f"{cut.together} together, tiles of {cut.keys}, shares of {cut.share or 'auto'}, {cut.warps} warps"
+def _label(cut: ScanTiling | None) -> str:
+    return (
+        "kvist"
+        if cut is None
+        else f"Triton, {cut.together} together, tiles of {cut.keys}, shares of {cut.share or 'auto'}, {cut.warps} warps"
+    )
 
 
 def cases(options: Options, *, sweep: bool) -> Iterator[TimedCase]:

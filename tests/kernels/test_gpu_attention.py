@@ -103,6 +103,16 @@ class Packed:
         self.ring_rows = ring_rows.to(DEVICE)[..., :stored]
 
 
+def wanted(memory: Packed, q: Tensor, span: Tensor, slots: Tensor, topk: Tensor, sink: Tensor, window: int) -> Tensor:
+    """The definition's outputs of rotated queries, query by query."""
+    outs = []
+    for i in range(len(q)):
+        s, one = int(slots[i]), slice(i, i + 1)
+        arguments = (q[one], memory.entries[s], span[one], memory.rows[s], topk[one], sink)
+        outs.append(sparse_attention(*arguments, window=window, impl="wide"))
+    return torch.cat(outs)
+
+
 # heads, channels, rows a page, pages, window, selected, splits, parts
 PACKED = [
     (5, 32, 4, 5, 8, 9, 1, 1),
@@ -130,16 +140,8 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
     angle = torch.rand(3, 8) * 6
     table = (angle.cos(), angle.sin()) if layout == "rotated" else None
     turned = q if table is None else rotate_ref(q, table)
-    wants = []
-    for i in range(3):
-        s = int(slots[i])
-        one = slice(i, i + 1)
-        wants.append(
-            sparse_attention(
-                turned[one], memory.entries[s], span[one], memory.rows[s], topk[one], sink, window=window, impl="wide"
-            )
-        )
-    want = torch.cat(wants) if table is None else rotate_ref(torch.cat(wants), table, back=True)
+    want = wanted(memory, turned, span, slots, topk, sink, window)
+    want = want if table is None else rotate_ref(want, table, back=True)
     planar = layout == "planar"
     got = attend_packed(
         (torch.cat([q[..., 0::2], q[..., 1::2]], -1) if planar else q).to(DEVICE),
@@ -151,7 +153,7 @@ def test_pages_and_rings_equal_the_definition_of_their_values(shape: tuple[int, 
         sink.to(DEVICE),
         window=window,
         rope=None if table is None else (table[0].to(DEVICE), table[1].to(DEVICE)),
-        tiling=Tiling(splits=splits, parts=parts, keys=16, entries=16, warps=4),
+        tiling=Tiling(splits=splits, parts=parts, keys=16, entries=16),
         planar=planar,
     )
     if planar:

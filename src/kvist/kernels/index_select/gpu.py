@@ -106,8 +106,9 @@ def select_packed(
 ) -> Selection:
     """Choose rows of bfloat16 queries of any requests, keys read from the slots' pages. Ids int32; otherwise as `select`.
 
-    `groups_G2` from `groups_of`: queries of one slot that are scored together (one each with a pool); `rows` bounds what any
-    query may see and is the host's number, so that nothing waits for the device. Raises GpuUnavailable, or ValueError.
+    `groups_G2` from `groups_of`: queries of one slot that may be scored together, up to `hopper.GROUP`, or with a `tiling` up to
+    its `together` (one each with a pool); `rows` bounds what any query may see and is the host's number, so that nothing waits
+    for the device. Raises GpuUnavailable, or ValueError.
     """
     require_on_gpu("index_select", q_NJI, weight_NJ, pages.bytes_PB, slot_N, visible_N, pool_NB)
     _check(q_NJI, weight_NJ, k, publish_blocks, block_size, pool_NB)
@@ -125,7 +126,9 @@ def select_packed(
             return select_hopper(
                 q_NJI, weight_NJ, pages, slot_N, visible_N, rows=rows, k=k, pool_NB=pool_NB, publish_blocks=publish_blocks
             )
-    cut = tiling or ScanTiling(together=1)
+    cut = tiling
+    if cut is None:
+        cut, groups_G2 = ScanTiling(together=1), groups_of([1] * len(q_NJI), 1, q_NJI.device)
     return Selection(
         *_select(
             q_NJI, weight_NJ, pages, slot_N, visible_N, groups_G2, rows, k, block_size, pool_NB, publish_blocks, cut

@@ -70,8 +70,10 @@ def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blo
     _, heads, channels = q_NJI.shape
     if channels != CHANNELS or heads > MOST_HEADS or block_size != BLOCK or max(k, publish_blocks) > MOST_CHOSEN:
         return False
-    return pages.rows >= 16 and not pages.rows & (pages.rows - 1) and not any(
-        at % 16 for at in (pages.bytes_PB.data_ptr(), pages.page_bytes, pages.key_codes)
+    return (
+        pages.rows >= 16
+        and not pages.rows & (pages.rows - 1)
+        and not any(at % 16 for at in (pages.bytes_PB.data_ptr(), pages.page_bytes, pages.key_codes))
     )
 
 

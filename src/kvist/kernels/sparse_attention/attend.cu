@@ -223,6 +223,10 @@ struct Producer {
   __device__ __forceinline__ void copy_word(u32* to, const int* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
   }
+  // 16 bytes, or zeros.
+  __device__ __forceinline__ void copy_unit(u8* to, const u8* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+  }
   __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
   __device__ __forceinline__ void load(Unit& u, const Item& x, int item, int slot, int tile, int part) {
@@ -317,8 +321,7 @@ struct Producer {
       bool real = x.head + row < c.heads;
       const u8* from = c.q + (((i64)x.n * c.heads + (real ? x.head + row : 0)) * CHANNELS + unit * 8) * 2;
       if (unit < first_turned) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0)
-                     : "memory");
+        copy_unit(to, from, real);
       } else {
         uint4 v = real ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
         u32 pairs[4] = {v.x, v.y, v.z, v.w};

@@ -1,4 +1,5 @@
-"""Joint attention on the GPU: choice of tiles and launches. Two ways in, one kernel (`attend_triton.py`).
+"""Joint attention on the GPU: choice of kernel and tiles, launches. Released widths on Hopper run `attend.cu` (`hopper.py`),
+everything else one Triton kernel (`attend_triton.py`).
 
 `sparse_attention_gpu` takes values as `sparse_attention` does; `attend_packed` reads FP8 window rings and FP4 rows in pages and
 may rotate queries and outputs on the way. Must not know requests or layers. Shapes as in `ref.py`; D slots, P rotated pairs.
@@ -19,13 +20,15 @@ from kvist.kernels.sparse_attention.hopper import attend_hopper, fits
 
 MOST_CHANNELS = 512
 HEADS_A_PROGRAM = 64
+WARPS = 4
+"""Of a program. Eight read outside of memory on an H200 (Triton 3.6), which no interpreter shows."""
 FLOAT32_HEADS_A_PROGRAM = 16
 """float32 products run in registers, without matrix units."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a launch is cut: shares of the keys, parts of the output channels, keys a tile, entries a window tile, warps.
+    """How a Triton launch is cut: shares of the keys, parts of the output channels, keys a tile, entries a window tile.
 
     `overlap`: the joining kernel is launched while the last programs still write (programmatic dependent launch).
     """
@@ -34,7 +37,6 @@ class Tiling:
     parts: int = 2
     keys: int = 32
     entries: int = 32
-    warps: int = 4
     overlap: bool = False
 
 
@@ -64,7 +66,7 @@ def choose_tiling(queries: int, k: int, window: int, programs: int) -> Tiling:
     splits = 1
     while splits * 2 <= min(most, 16, max(1, max(k, window) // 32)):
         splits *= 2
-    return Tiling(splits=splits, parts=2, keys=32, entries=16 if window <= 16 * splits else 32, warps=4)
+    return Tiling(splits=splits, parts=2, keys=32, entries=16 if window <= 16 * splits else 32)
 
 
 def _check(q_NHC: Tensor, sink_H: Tensor) -> None:
@@ -204,7 +206,7 @@ def _launch(
         peaks, totals, heads, k, values.shape[1], *strides, *of_pages, channels**-0.5 * LOG2_E.value, PAIRS=pairs, TURNED=turned,
         SPLITS=cut.splits, PLANAR=planar, ROWS=1 if pages is None else pages.rows, PACKED_WINDOW=packed_ring,
         PACKED_ROWS=pages is not None, WIDE=wide, PLAIN=interpreted(), OVERLAP=cut.overlap,
-        num_warps=cut.warps, num_stages=1, **sizes,
+        num_warps=WARPS, num_stages=1, **sizes,
     )  # fmt: skip
     if cut.splits > 1:
         few = 1 if n * heads <= 4096 else 4

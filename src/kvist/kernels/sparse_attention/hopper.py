@@ -98,7 +98,9 @@ def attend_hopper(
     table, source = (slots, q) if pages is None else (pages.table_ST, pages.bytes_PB)
     tensors = [q, codes_DRC, scales_DRG, source, out, sink, cos, sin, span, slots, table, slots if topk is None else topk]
     strides = (codes_DRC.stride(1), scales_DRG.stride(1), codes_DRC.stride(0), scales_DRG.stride(0))
-    of_pages = (0, 0, 0, 0) if pages is None else (table.shape[1], pages.main_codes, pages.main_scales, pages.rows.bit_length() - 1)
+    of_pages = (0, 0, 0, 0)
+    if pages is not None:
+        of_pages = (table.shape[1], pages.main_codes, pages.main_scales, pages.rows.bit_length() - 1)
     call = _Call(
         *(t.data_ptr() for t in (*tensors, shares, peaks, totals)), *strides, 0 if pages is None else pages.page_bytes, n, heads,
         k, codes_DRC.shape[1], window, *of_pages, 0 if rope is None else cos.shape[1], cut, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,

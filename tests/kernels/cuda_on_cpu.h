@@ -1,0 +1,223 @@
+// Runs the package's CUDA sources on a processor, for tests: a block's threads are fibers that take turns at barriers.
+//
+// Owns what the sources use of CUDA (built-in types, shuffles, barriers) and what Hopper's matrix products and shared-memory barriers
+// mean, as the PTX manual defines them. Products are finished when they are issued, so that missing waits do not show here.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
+
+using std::max;
+using std::min;
+typedef unsigned long long wide_word;
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Place { unsigned x, y, z; };
+
+static uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
+static uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+static float2 make_float2(float a, float b) { return {a, b}; }
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+
+// Fibers. ---------------------------------------------------------------------------------------------------------------------
+static const int MOST_THREADS = 512, STACK_BYTES = 96 << 10;
+static Place threadIdx, blockIdx, gridDim;
+static int threads_of_block;
+static ucontext_t scheduler, fibers[MOST_THREADS];
+static bool finished[MOST_THREADS];
+static long progress;  // barriers passed: without any for long, the block hangs
+static std::function<void()> body;
+
+static void enter() {
+  body();
+  finished[threadIdx.x] = true;
+  progress++;
+  swapcontext(&fibers[threadIdx.x], &scheduler);
+}
+static void take_turns() {
+  unsigned me = threadIdx.x;
+  swapcontext(&fibers[me], &scheduler);
+}
+// 0, or 1 if the block hangs.
+static int run_blocks(int blocks, int threads, std::function<void()> kernel) {
+  static std::vector<char> stacks((size_t)MOST_THREADS * STACK_BYTES);
+  body = kernel;
+  gridDim = {(unsigned)blocks, 1, 1};
+  threads_of_block = threads;
+  for (unsigned b = 0; b < (unsigned)blocks; b++) {
+    blockIdx = {b, 0, 0};
+    for (int t = 0; t < threads; t++) {
+      finished[t] = false;
+      getcontext(&fibers[t]);
+      fibers[t].uc_stack.ss_sp = stacks.data() + (size_t)t * STACK_BYTES;
+      fibers[t].uc_stack.ss_size = STACK_BYTES;
+      fibers[t].uc_link = nullptr;
+      makecontext(&fibers[t], enter, 0);
+    }
+    int left = threads;
+    for (long idle = 0; left; idle++) {
+      long before = progress;
+      left = 0;
+      for (unsigned t = 0; t < (unsigned)threads; t++) {
+        if (finished[t]) continue;
+        threadIdx = {t, 0, 0};
+        swapcontext(&scheduler, &fibers[t]);
+        left += !finished[t];
+      }
+      if (progress != before) idle = 0;
+      if (idle > 100) return 1;
+    }
+  }
+  return 0;
+}
+
+struct Gate {  // a barrier of threads
+  int here = 0;
+  unsigned passed = 0;
+  void pass(int count) {
+    unsigned turn = passed;
+    if (++here == count) {
+      here = 0;
+      passed++;
+      progress++;
+      return;
+    }
+    while (passed == turn) take_turns();
+  }
+};
+static Gate gates[16], warps[MOST_THREADS / 32];
+static unsigned lane_words[MOST_THREADS];
+
+static int lane_here() { return threadIdx.x & 31; }
+static void __syncwarp() { warps[threadIdx.x >> 5].pass(32); }
+static void __syncthreads() { gates[0].pass(threads_of_block); }
+template <class T> T from_lane(T value, int lane) {
+  unsigned word;
+  memcpy(&word, &value, 4);
+  lane_words[threadIdx.x] = word;
+  __syncwarp();
+  word = lane_words[(threadIdx.x & ~31) + (lane & 31)];
+  __syncwarp();
+  memcpy(&value, &word, 4);
+  return value;
+}
+template <class T> T __shfl_sync(unsigned, T v, int lane) { return from_lane(v, lane); }
+template <class T> T __shfl_xor_sync(unsigned, T v, int by) { return from_lane(v, lane_here() ^ by); }
+template <class T> T __shfl_down_sync(unsigned, T v, int by) { return from_lane(v, min(lane_here() + by, 31)); }
+static unsigned __ballot_sync(unsigned, int yes) {
+  unsigned all = 0;
+  lane_words[threadIdx.x] = yes != 0;
+  __syncwarp();
+  for (int i = 0; i < 32; i++) all |= lane_words[(threadIdx.x & ~31) + i] << i;
+  __syncwarp();
+  return all;
+}
+static int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) == ~0u; }
+
+// Words and numbers. ----------------------------------------------------------------------------------------------------------
+template <class T> T __ldg(const T* p) { return *p; }
+template <class To, class From> To same_bits(From x) {
+  To y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+static float __uint_as_float(unsigned x) { return same_bits<float>(x); }
+static float __int_as_float(int x) { return same_bits<float>(x); }
+static unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static unsigned atomicAdd(unsigned* p, unsigned by) {
+  unsigned old = *p;
+  *p += by;
+  return old;
+}
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
+  unsigned char bytes[8];
+  unsigned out = 0;
+  memcpy(bytes, &low, 4);
+  memcpy(bytes + 4, &high, 4);
+  for (int i = 0; i < 4; i++) out |= (unsigned)bytes[(choice >> (4 * i)) & 7] << (8 * i);
+  return out;
+}
+static float of_bfloat(unsigned bits) { return __uint_as_float(bits << 16); }
+static unsigned to_bfloat(float x) {
+  unsigned bits = __float_as_uint(x);
+  return x != x ? 0x7FFF : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+static unsigned two_bfloats(float low, float high) { return to_bfloat(low) | to_bfloat(high) << 16; }
+static float of_e4m3(unsigned code) {
+  int exponent = (code >> 3) & 15, mantissa = code & 7;
+  float value = exponent ? ldexpf(1 + mantissa / 8.f, exponent - 7) : ldexpf(mantissa / 8.f, -6);
+  if ((code & 127) == 127) value = NAN;
+  return code & 128 ? -value : value;
+}
+
+// Shared memory. --------------------------------------------------------------------------------------------------------------
+static unsigned char* shared_memory = (unsigned char*)aligned_alloc(1 << 18, 1 << 18);
+
+struct Arrivals {
+  int expected = 0, left = 0;
+  unsigned phase = 0;
+};
+static Arrivals arrivals[1 << 15];
+static void arrivals_init(unsigned at, int count) { arrivals[at / 8] = {count, count, 0}; }
+static void arrivals_arrive(unsigned at) {
+  Arrivals& a = arrivals[at / 8];
+  if (--a.left == 0) a.left = a.expected, a.phase++, progress++;
+}
+static void arrivals_wait(unsigned at, int parity) {
+  while ((int)(arrivals[at / 8].phase & 1) == parity) take_turns();
+}
+
+// Matrix products. ------------------------------------------------------------------------------------------------------------
+// A descriptor: start, leading and stride offsets in 16 bytes; rows of 128 bytes whose 16-byte units are exchanged by row.
+static const wide_word HIGH_WORD = 0x40000040ull << 32;
+static float swizzled(unsigned at) {
+  unsigned short bits;
+  memcpy(&bits, shared_memory + (at ^ (((at >> 7) & 7) << 4)), 2);
+  return of_bfloat(bits);
+}
+static unsigned offset_at(wide_word d, int shift) { return ((d >> shift) & 0x3FFF) << 4; }
+static float by_rows(wide_word d, int row, int k) {
+  return swizzled(offset_at(d, 0) + row / 8 * offset_at(d, 32) + row % 8 * 128 + k * 2);
+}
+static float by_columns(wide_word d, int n, int k) {
+  return swizzled(offset_at(d, 0) + n / 64 * offset_at(d, 16) + n % 64 * 2 + k / 8 * offset_at(d, 32) + k % 8 * 128);
+}
+// d [64,N] (+)= a [64,16] x b [16,N]; `fragments` holds a thread's part of a, or a is in shared memory.
+static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low, unsigned b_low, int keep, bool columns) {
+  wide_word a = a_low | HIGH_WORD, b = b_low | HIGH_WORD;
+  int row = (threadIdx.x >> 5 & 3) * 16 + lane_here() / 4, own = lane_here() & 3;
+  for (int h = 0; h < 2; h++) {
+    float left[16];
+    for (int k = 0; k < 16 && !fragments; k++) left[k] = by_rows(a, row + 8 * h, k);
+    for (int q = 0; q < 4 && fragments; q++)
+      for (int half = 0; half < 2; half++) {
+        unsigned pair = from_lane(fragments[2 * half + h], (lane_here() & ~3) | q);
+        left[8 * half + 2 * q] = of_bfloat(pair & 0xFFFF), left[8 * half + 2 * q + 1] = of_bfloat(pair >> 16);
+      }
+    for (int j = 0; j < N / 8; j++)
+      for (int e = 0; e < 2; e++) {
+        int n = 8 * j + 2 * own + e;
+        float sum = keep ? d[4 * j + 2 * h + e] : 0.f;
+        for (int k = 0; k < 16; k++) sum += left[k] * (columns ? by_columns(b, n, k) : by_rows(b, n, k));
+        d[4 * j + 2 * h + e] = sum;
+      }
+  }
+}

@@ -1,0 +1,90 @@
+"""Builds the package's CUDA sources for the processor, so that their arithmetic, layouts and barriers run without a GPU.
+
+Inline assembly is replaced by what it means (`cuda_on_cpu.h`); everything else is compiled as it stands. Knows the names of the
+small functions that hold assembly, not what kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MEANING = {
+    "shared_address": "return (u32)((u8*)p - shared_memory);",
+    "barrier_init": "arrivals_init(at, count);",
+    "arrive": "arrivals_arrive(at);",
+    "wait": "arrivals_wait(at, parity);",
+    "group_barrier": "gates[name].pass(threads);",
+    "products_wait": "__syncwarp();",
+    "power2": "return exp2f(x);",
+    "bfloat_pair": "return two_bfloats(low, high);",
+    "times": "return two_bfloats(of_bfloat(a & 0xFFFF) * of_bfloat(b & 0xFFFF), of_bfloat(a >> 16) * of_bfloat(b >> 16));",
+    "fp4_factor": "float f = of_e4m3(e4m3) * ldexpf(1, 117); return two_bfloats(f, f);",
+    "copy_word": "*to = *(const u32*)from;",
+    "copy_unit": "real ? memcpy(to, from, 16) : memset(to, 0, 16);",
+    "product_64": "multiply(d, 64, nullptr, a, b, keep, false);",
+    "product_256": "multiply(d, 256, nullptr, a, b, keep, true);",
+    "product_32": "multiply(d, 32, a, 0, b, keep, false);",
+    "product_128": "multiply(d, 128, a, 0, b, keep, false);",
+}
+"""Bodies of the functions that hold assembly."""
+
+
+def _closing(text: str, start: int, pair: str) -> int:
+    """Where the bracket opened before `start` closes; quoted text does not count."""
+    depth, quoted, at = 1, False, start
+    while depth:
+        if text[at] == '"' and text[at - 1] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += {pair[0]: 1, pair[1]: -1}.get(text[at], 0)
+        at += 1
+    return at
+
+
+def translated(source: str) -> str:
+    """The source with known functions' bodies replaced and other assembly (fences, hints, registers) left out."""
+    for name, body in MEANING.items():
+        found = re.search(rf"__device__ __forceinline__ [\w ]+\b{name}\(", source)
+        if found:
+            start = source.index("{", _closing(source, found.end(), "()")) + 1
+            source = source[:start] + body + source[_closing(source, start, "{}") - 1 :]
+    while found := re.search(r"\basm\s*(volatile)?\s*\(", source):
+        source = source[: found.start()] + "(void)0" + source[_closing(source, found.end(), "()") :]
+    source = source.replace("extern __shared__ u8 raw[];", "u8* raw = shared_memory;")
+    source = source.replace("extern __shared__ uint2 held[];", "uint2* held = (uint2*)(shared_memory + 65536);")
+    source = source.replace("__shared__ __align__(1024) u8 queries[8192];", "u8* queries = shared_memory;")
+    return source.replace("__shared__", "static")
+
+
+def build(paths: tuple[Path, ...], threads: dict[str, int], folder: Path) -> dict[str, OnCpu]:
+    """The named kernels (name -> threads a block) of sources put together. Raises CalledProcessError if they do not compile."""
+    text = "".join(path.read_text() for path in paths)
+    entries = [
+        f'extern "C" int run_{name}(Call* c, int blocks) {{ return run_blocks(blocks, {count}, [=] {{ {name}(*c); }}); }}\n'
+        for name, count in threads.items()
+    ]
+    whole, library = folder / f"{paths[-1].stem}.cpp", folder / f"{paths[-1].stem}_on_cpu.so"
+    whole.write_text('#include "cuda_on_cpu.h"\n' + translated(text) + "\n" + "".join(entries))
+    options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-I", str(FOLDER)]
+    subprocess.run(["c++", *options, "-o", str(library), str(whole)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    return {name: OnCpu(getattr(loaded, f"run_{name}")) for name in threads}
+
+
+class OnCpu:
+    """A kernel with the interface of `cuda_source.Kernel`."""
+
+    def __init__(self, run: Callable[..., int]) -> None:
+        self._run = run
+
+    def launch(
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, shared_bytes: int | None = None
+    ) -> None:
+        """Run all blocks one after the other. Raises RuntimeError where threads wait for each other for ever."""
+        if self._run(ctypes.byref(argument), blocks):
+            raise RuntimeError("a block hangs: its threads wait for each other")

@@ -1,0 +1,222 @@
+"""The CUDA kernels of attention and index selection at released widths against the definitions.
+
+On a Hopper card they run there; elsewhere the same sources run on the processor (`cuda_on_cpu.py`), which shows wrong arithmetic,
+layouts, indices and barriers, but neither a missing wait for a matrix product nor what the compiler makes of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvist.kernels.device.pages import DevicePages
+from kvist.kernels.index_select import hopper as select_kernels
+from kvist.kernels.index_select.ref import select_ref
+from kvist.kernels.rotary.ref import rotate_ref
+from kvist.kernels.sparse_attention import hopper as attend_kernels
+from kvist.kernels.sparse_attention import sparse_attention
+from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_main_fp4, unpack_mxfp4
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+THREADS = {"attend": 384, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Every kernel for the processor; empty on a Hopper card."""
+    if ON_HOPPER:
+        return {}
+    sys.path.insert(0, str(Path(__file__).parent))
+    from cuda_on_cpu import build
+
+    folder, made = tmp_path_factory.mktemp("kernels"), {}
+    sources = [attend_kernels._SOURCES, select_kernels._SOURCES, select_kernels._MANY_SOURCES]
+    for paths, names in zip(sources, (("attend", "combine"), ("scan", "sift", "choose"), ("scan_many",)), strict=True):
+        made.update(build(paths, {name: THREADS[name] for name in names}, folder))
+    sys.path.remove(str(Path(__file__).parent))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _kernels_here(built: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no card: the processor's kernels, on a card of two multiprocessors, so that blocks serve many items."""
+    if built:
+        for module in (attend_kernels, select_kernels):
+            monkeypatch.setattr(module, "kernels", lambda *_: built)
+            monkeypatch.setattr(module, "multiprocessors", lambda _: 2)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+class Memory:
+    """Two slots of 512-channel rows in pages of mixed order, and wrapped rings; NaN wherever nothing may be read."""
+
+    def __init__(self, rows: int, rows_a_page: int, window: int, position: int) -> None:
+        pages = -(-rows // rows_a_page)
+        main = 24
+        pool = torch.full((2 * pages, main + rows_a_page * 288), 255, dtype=torch.uint8)
+        table = torch.randperm(2 * pages).reshape(2, pages).int()
+        codes, scales = pack_main_fp4(torch.randn(2, pages * rows_a_page, 512) * torch.rand(2, pages * rows_a_page, 1) * 3)
+        self.rows = unpack_main_fp4(codes, scales, torch.bfloat16)
+        split = main + rows_a_page * 256
+        pool[table.long().flatten(), main:split] = codes.reshape(2 * pages, -1)
+        pool[table.long().flatten(), split:] = scales.view(torch.uint8).reshape(2 * pages, -1)
+        self.pages = DevicePages(
+            bytes_PB=pool.to(DEVICE), table_ST=table.to(DEVICE), rows=rows_a_page, main_codes=main, main_scales=split,
+            key_codes=0, key_scales=0,
+        )  # fmt: skip
+        codes, scales = pack_fp8(torch.randn(2, position, 512) * 2.0 ** torch.randint(-6, 6, (2, position, 1)))
+        self.entries = unpack_fp8(codes, scales, torch.bfloat16)
+        ring = torch.full((2, window + 3, 528), 255, dtype=torch.uint8)
+        for at in range(position - window, position):
+            ring[:, at % (window + 3)] = torch.cat([codes[:, at], scales[:, at]], -1)
+        self.ring = ring.to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "splits", "rotated"), [(7, None, True), (66, 1, False), (66, 3, True), (5, 1, True), (64, None, False)]
+)
+def test_attention_equals_its_definition(heads: int, splits: int | None, rotated: bool) -> None:
+    """Places without a row, a short window, no key at all, more heads than a tile has."""
+    torch.manual_seed(5)
+    window, position, queries = 100, 205, 4
+    memory = Memory(240, 8, window, position)
+    slots = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
+    stop = torch.full((queries,), position)
+    span = torch.stack([stop - window, stop], 1)
+    span[2, 0], span[3, 0] = position - 3, position
+    topk = torch.stack([torch.randperm(240)[:200].sort().values for _ in range(queries)])
+    topk[1, 50:], topk[3] = -1, -1
+    q, sink, angle = torch.randn(queries, heads, 512).bfloat16(), torch.randn(heads), torch.rand(queries, 32) * 6
+    table = (angle.cos(), angle.sin())
+    got = attend_kernels.attend_hopper(
+        q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages,
+        topk.to(DEVICE), sink.to(DEVICE), window=window, splits=splits,
+        rope=(table[0].to(DEVICE), table[1].to(DEVICE)) if rotated else None,
+    ).cpu()  # fmt: skip
+    assert torch.equal(got[3], torch.zeros_like(got[3]))
+    for i in range(3):
+        one, s, place = slice(i, i + 1), int(slots[i]), (table[0][i : i + 1], table[1][i : i + 1])
+        turned = rotate_ref(q[one], place) if rotated else q[one]
+        arguments = (turned, memory.entries[s], span[one], memory.rows[s], topk[one], sink)
+        want = sparse_attention(*arguments, window=window, impl="wide")
+        assert relative(got[one], rotate_ref(want, place, back=True) if rotated else want) < 6e-3
+
+
+def test_attention_of_pages_alone_and_of_a_window_alone() -> None:
+    torch.manual_seed(6)
+    memory = Memory(64, 16, 64, 130)
+    slots, span = torch.tensor([1], dtype=torch.int32), torch.tensor([[66, 130]])
+    q, sink, topk = torch.randn(1, 9, 512).bfloat16(), torch.randn(9), torch.arange(64).unsqueeze(0)
+    there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:])
+    rest = (slots.to(DEVICE), memory.pages, topk.to(DEVICE), sink.to(DEVICE))
+    none = torch.tensor([[130, 130]])
+    alone = attend_kernels.attend_hopper(*there, none.to(DEVICE), *rest, window=64).cpu()
+    want = sparse_attention(q, memory.entries[1][:1], torch.tensor([[0, 0]]), memory.rows[1], topk, sink, window=1, impl="wide")
+    assert relative(alone, want) < 6e-3
+    near = attend_kernels.attend_hopper(*there, span.to(DEVICE), rest[0], None, None, rest[3], window=64).cpu()
+    assert relative(near, sparse_attention(q, memory.entries[1], span, None, None, sink, window=64, impl="wide")) < 6e-3
+
+
+def small(*shape: int) -> Tensor:
+    """Integers -2..2: every order of sums gives the same bits, and scores tie often."""
+    return torch.randint(-2, 3, shape).float()
+
+
+class Choice:
+    """Requests with keys in pages of mixed order, their queries, and the exact choice."""
+
+    def __init__(self, requests: int, each: int, m: int, *, equal: bool) -> None:
+        torch.manual_seed(7)
+        rows_a_page, self.m, n = 32, m, requests * each
+        pages = -(-m // rows_a_page)
+        codes, scales = pack_mxfp4(small(requests, pages * rows_a_page, 128) * 2.0 ** torch.randint(-2, 3, (requests, 1, 1)))
+        self.keys = unpack_mxfp4(codes, scales, torch.float32)
+        table = torch.randperm(requests * pages).reshape(requests, pages).int()
+        pool = torch.full((requests * pages, rows_a_page * 68), 255, dtype=torch.uint8)
+        pool[table.long().flatten(), : rows_a_page * 64] = codes.reshape(requests * pages, -1)
+        pool[table.long().flatten(), rows_a_page * 64 :] = scales.view(torch.uint8).reshape(requests * pages, -1)
+        self.pages = DevicePages(
+            bytes_PB=pool.to(DEVICE), table_ST=table.to(DEVICE), rows=rows_a_page, main_codes=0, main_scales=0, key_codes=0,
+            key_scales=rows_a_page * 64,
+        )  # fmt: skip
+        self.slots = torch.arange(requests).repeat_interleave(each)
+        self.visible = torch.randint(1, m + 1, (n,))
+        self.visible[0] = m
+        self.q, weight = small(n, 32, 128).bfloat16(), torch.randint(-1, 2, (n, 32)).bfloat16()
+        self.weight = torch.zeros_like(weight) if equal else weight
+        self.there = [x.to(DEVICE) for x in (self.q, self.weight)] + [
+            self.pages,
+            self.slots.int().to(DEVICE),
+            self.visible.to(DEVICE),
+        ]
+
+    def want(self, n: int, k: int, pool: Tensor | None, publish: int) -> tuple[Tensor, Tensor | None]:
+        """Rows and blocks of query n by the definition, in float64."""
+        at = slice(n, n + 1)
+        keys = self.keys[int(self.slots[n]), : self.m].double()
+        inside = None if pool is None else pool[at].long()
+        chosen = select_ref(
+            self.q[at].double(), self.weight[at].double(), keys, self.visible[at], k=k, block_size=8, pool_NB=inside,
+            publish_blocks=publish,
+        )  # fmt: skip
+        return chosen.topk_NK[0], None if chosen.candidates_NB is None else chosen.candidates_NB[0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "m", "k", "publish", "candidates", "equal"),
+    [
+        (2, 900, 100, 20, 0, False),
+        (1, 300, 512, 16, 0, False),
+        (2, 1300, 64, 0, 60, False),
+        # More equal scores than the buffer holds: the lowest ids, found by reading the scores again.
+        (1, 4700, 64, 30, 0, True),
+    ],
+)
+def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int, candidates: int, equal: bool) -> None:
+    x = Choice(requests, 1, m, equal=equal)
+    pool = None
+    if candidates:
+        # Blocks that a query sees, ascending, -1 last.
+        pool = torch.full((requests, candidates), -1, dtype=torch.int32)
+        for n in range(requests):
+            some = torch.randperm(-(-int(x.visible[n]) // 8))[: candidates - 20 * n].sort().values.int()
+            pool[n, : len(some)] = some
+    given = None if pool is None else pool.to(DEVICE)
+    for _ in range(2):  # The second call finds the counters as the first left them.
+        got = select_kernels.select_hopper(*x.there, rows=m, k=k, pool_NB=given, publish_blocks=publish, share=640)
+    for n in range(requests):
+        rows, blocks = x.want(n, k, pool, publish)
+        assert torch.equal(got.topk_NK[n].cpu().long(), rows)
+        assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
+
+
+@pytest.mark.parametrize(
+    ("requests", "each", "m", "k", "publish", "equal"),
+    [(2, 18, 500, 100, True, False), (1, 3, 5000, 50, False, False), (1, 2, 4400, 50, False, True)],
+)
+def test_selection_of_queries_that_share_keys(requests: int, each: int, m: int, k: int, publish: bool, equal: bool) -> None:
+    """Groups of 16 and a rest, spills that are cut back, shares that are joined, maxima of blocks."""
+    x = Choice(requests, each, m, equal=equal)
+    sizes = [
+        (r * each + at, min(select_kernels.GROUP, each - at))
+        for r in range(requests)
+        for at in range(0, each, select_kernels.GROUP)
+    ]
+    groups = torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
+    topk, maxima = select_kernels.select_many(*x.there, groups, rows=m, k=k, publish=publish)
+    for n in range(0, requests * each, 3):
+        rows, blocks = x.want(n, k, None, 12 if publish else 0)
+        assert torch.equal(topk[n].cpu().long(), rows)
+        if blocks is not None and maxima is not None:
+            seen = -(-int(x.visible[n]) // 8)
+            orders = maxima[n, :seen].cpu().long() & 0xFFFFFFFF
+            best = orders.sort(descending=True, stable=True).indices[:12].sort().values
+            assert torch.equal(best, blocks[blocks >= 0])
