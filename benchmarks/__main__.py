@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except WrongResult as error:
         console.print(f"[red]wrong result, nothing reported:[/red] {error}")
         return 1
-    except ValueError as error:
-        console.print(f"[red]{error}[/red]")
+    except (ValueError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
         return 2
 
 
@@ -55,10 +55,10 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     machine = Machine.here()
     lines, rows = measure(benchmark, options, machine, command)
     tables.show(lines, console)
-    if not (arguments.no_keep or arguments.quick):
+    print(json.dumps({"bench": benchmark.name, "rows": [json.loads(row.to_json()) for row in rows]}), flush=True)
+    if not (arguments.no_keep or arguments.quick):  # after the line: rows that no file takes are not lost
         path = append(rows, machine.key)
         console.print(f"{len(rows)} rows appended to {path.relative_to(path.parents[2])}")
-    print(json.dumps({"bench": benchmark.name, "rows": [json.loads(row.to_json()) for row in rows]}))
     return 0
 
 

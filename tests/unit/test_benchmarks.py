@@ -141,3 +141,17 @@ def test_exit_status_tells_wrong_results_from_mistakes(monkeypatch, capsys) -> N
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert json.loads(last)["rows"][0]["correct"] is True
     assert command.main(["b", "--rounds", "0"]) == 2
+
+
+def test_rows_that_no_file_takes_are_printed_all_the_same(monkeypatch, capsys) -> None:
+    """A read-only checkout: one line says so, after the rows."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system", "cpu2.jsonl")
+
+    monkeypatch.setattr(registry, "find", lambda name: bench(timed()))
+    monkeypatch.setattr(command, "append", refuse)
+    assert command.main(["b", "--rounds", "1"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out.strip().splitlines()[-1])["rows"][0]["correct"] is True
+    assert "Read-only file system" in said.err
