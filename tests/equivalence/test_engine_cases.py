@@ -12,12 +12,15 @@ from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
 from kvist.engine.drafter import Proposal
 from kvist.engine.engine import Engine, store_model
+from kvist.engine.errors import RequestTooLong
+from kvist.engine.replay import replay_span
 from kvist.engine.request import Request
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.speculation import FixedPolicy
 from kvist.page_layout import PageLayout
 from tests.equivalence.conftest import toy
 from tests.equivalence.engine_traces import Watched, continuation, judge
+from tests.equivalence.lineage import Computed, Witness
 from tests.equivalence.test_engine_replay import ask, prompt_of, serve
 
 NOISY = SamplingParams(temperature=0.8, seed=11)
@@ -93,22 +96,60 @@ def test_one_seed_one_reply_in_any_company(rounds: int) -> None:
         assert watched.outcomes[number].tokens == alone
 
 
+@pytest.mark.parametrize("replay", ["exact", "bounded"])
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
-def test_warm_prefix_with_concurrent_partial_prefills(rounds: int) -> None:
-    """PFX-13: six requests with one prefix of 100 tokens and endings of 5, 16 tokens a step, warm."""
-    model, trunk = toy(0, True), prompt_of(100)
-    watched = serve(model, "exact", step_cost=16, mixed_cost=16, pages=400)
+def test_warm_prefix_with_concurrent_partial_prefills(rounds: int, replay: str) -> None:
+    """PFX-13: six requests with one prefix of 200 tokens and endings of 5, 16 tokens a step, warm: the bits of cold runs, or of
+    the replay oracle. Two of them get slots whose rings end where their replay starts, with another text in them."""
+    model, trunk = toy(1, True), prompt_of(200)
+    config = EngineConfig(page_tokens=4, pages=400, max_running=6, step_cost=16, mixed_cost=16, replay=replay, speculation="off")
+    watched = Witness(Engine(model, config))
+    known: list[Computed] = []
     ask(watched, trunk, 1)
+    start = replay_span(model.plan, 205, 200, replay).start
     for turn in range(rounds):
+        others = [watched.add(Request(prompt=prompt_of(start + i, 70 * turn + i), max_tokens=1, ignore_end=True)) for i in (1, 2)]
         numbers = [
             watched.add(Request(prompt=trunk + prompt_of(5, 100 * turn + i), max_tokens=3, ignore_end=True)) for i in range(6)
         ]
+        watched.step()
         watched.finish()
         for number in numbers:
-            outcome = watched.outcomes[number]
-            assert outcome.end is not None
-            assert outcome.end.usage.cached_tokens >= 100
-            judge(model, outcome)
+            end = watched.outcomes[number].end
+            assert end is not None
+            assert (end.reason, end.usage.completion_tokens) == ("length", 3)
+            assert end.usage.cached_tokens >= 200
+        assert all(watched.outcomes[number].end is not None for number in others)
+        # The prefix's own admission is the judge's first witness of who computed its rows.
+        watched.judge(known)
+        watched.admissions.clear()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 200])
+@pytest.mark.parametrize("together", [1, 3])
+def test_unfinished_groups_never_decide_who_is_admitted(chunk: int, together: int) -> None:
+    """CMP-09: a pool that holds exactly the requests, rings of unfinished groups that hold two tokens, chunks far beyond them.
+
+    Whoever fits is admitted in the first pass and is done after as many steps as its chunks; what cannot fit is refused at once.
+    """
+    model = toy(1, True)
+    row = 1 + (len(model.plan.layers) - model.plan.decoder_start) / model.plan.decoder_start
+    cost = int(chunk * row) + 1
+    watched = serve(model, "exact", pages=18 * together, max_running=together, step_cost=cost, mixed_cost=cost)
+    assert max(tail.size for tail in watched.engine.memory.tails.values()) == 2
+    numbers = [watched.add(Request(prompt=prompt_of(64, seed), max_tokens=8, ignore_end=True)) for seed in range(together)]
+    watched.step()
+    first = watched.engine.jobs[numbers[0]]
+    assert first.slot is not None, "not admitted in the first pass"
+    assert first.computed >= min(chunk, 64)
+    for _ in range(together * -(-64 // chunk) + 8):
+        watched.step()
+    for number in numbers:
+        assert watched.outcomes[number].end is not None, "it waits for something that never comes"
+        judge(model, watched.outcomes[number])
+    with pytest.raises(RequestTooLong, match=f"cache of {72 * together} tokens"):
+        watched.add(Request(prompt=prompt_of(64), max_tokens=9 + 72 * (together - 1), ignore_end=True))
+    assert watched.engine.idle
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 40, 41])
