@@ -97,7 +97,7 @@ def test_lazy_windows_give_the_same_drafts(seed: int) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most `window` steps, and at most `MOST_ROWS` rows: more are written in between."""
+    """At most `window` steps, and at most `DRAFT_ROWS` rows: more are written in between."""
     model = toy(1, True)
     engine = Engine(model, EngineConfig(pages=80, page_tokens=4, max_running=4, speculation=3), policy=FixedPolicy(0))
     for number in range(4):
@@ -107,7 +107,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         engine.step()
     assert windows.pending == 4 * model.plan.window
-    monkeypatch.setattr("kvist.engine.draft_windows.MOST_ROWS", 10)
+    monkeypatch.setattr("kvist.engine.draft_windows.DRAFT_ROWS", 10)
     for _ in range(10):
         engine.step()
         assert windows.pending <= 10

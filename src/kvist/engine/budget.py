@@ -16,6 +16,8 @@ from kvist.page_layout import PageLayout
 MIB = 1 << 20
 SCORE_TILE_BYTES = 4 << 22
 """Most bytes of index scores at a time (`kernels/index_select`: tiles of queries)."""
+DRAFT_ROWS = 2048
+"""Rows of plain decode steps that are kept for draft windows at most (`draft_windows`)."""
 ACTIVATIONS = 6
 """Stream-sized buffers alive at once in a layer (streams, normed input, their products), a generous count."""
 
@@ -123,6 +125,7 @@ def _workspace(config: ModelConfig, engine: EngineConfig, verify_rows: int, cont
     rows = engine.step_cost + engine.max_running * verify_rows
     stream = config.hc_mult * config.dim * dtype_bytes
     blocks = -(-context // config.candidate_block_size)
+    kept = min(config.plan.window * engine.max_running, DRAFT_ROWS) if verify_rows > 1 else 0
     candidates = min(config.candidate_topk_blocks, blocks) if config.candidate_source_layers else 0
     return {
         "activations": rows * stream * ACTIVATIONS,
@@ -130,6 +133,8 @@ def _workspace(config: ModelConfig, engine: EngineConfig, verify_rows: int, cont
         "scores": SCORE_TILE_BYTES + context * (config.index_head_dim * dtype_bytes),
         "choices": rows * 8 * (config.index_topk + candidates),
         "selected": rows * min(config.index_topk, context) * config.head_dim * dtype_bytes,
+        # Kept, and put together and in order when windows are filled.
+        "draft inputs": 3 * kept * len(config.dspark_target_layer_ids) * config.dim * dtype_bytes,
         "images": engine.feature_bytes if config.vision is not None else 0,
     }
 

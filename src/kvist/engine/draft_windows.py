@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
+from kvist.engine.budget import DRAFT_ROWS
 from kvist.engine.request import Job
 from kvist.engine.scheduler import Piece
 from kvist.model.dspark import DraftBlocks
 from kvist.model.rows import Rows, Segment
-
-MOST_ROWS = 2048
-"""Rows that are kept at most; with more running requests windows are filled in between, many rows at once."""
 
 
 class _Row(NamedTuple):
@@ -67,7 +65,7 @@ class DraftWindows:
             self._rows += len(pieces)
             if len(self._kept) > self.window:
                 self._rows -= len(self._kept.popleft().rows)
-            if self._rows > MOST_ROWS:
+            if self._rows > DRAFT_ROWS:  # many requests run: windows are filled in between, many rows at once
                 self.fill()
         else:
             self.fill()
