@@ -153,6 +153,28 @@ def test_the_microscope_draws(visits: Visits, tiny: Live) -> None:
     assert page.locator(".piece.chosen").get_attribute("data-token") == "3"
 
 
+SAME = """async () => { const { visible } = await import('/page/figures.js');
+  const [piece, shown] = ['.piece.chosen', '.chosen-token q'].map((one) => document.querySelector(one).textContent);
+  return [visible(piece), shown]; }"""
+
+
+def test_tokens_are_numbered_as_the_engine_numbers_them(visits: Visits, tiny: Live) -> None:
+    """Reasoning, marks and pieces of characters included: what the microscope says of a token is what was clicked."""
+    page = visits.open(tiny, tokens=24)
+    page.wait_for_selector("#model b")
+    send(page, "hello")
+    pieces = page.locator(".piece")
+    whole = [at for at, text in enumerate(pieces.all_text_contents()) if "\ufffd" not in text]
+    for at in (whole[0], whole[len(whole) // 2], whole[-1]):
+        pieces.nth(at).click()
+        number = int(pieces.nth(at).get_attribute("data-token") or "") + 1
+        page.locator(".chosen-token", has_text=f"token {number},").wait_for()
+        clicked, shown = page.evaluate(SAME)
+        if "\ufffd" not in shown:
+            assert clicked == shown
+    assert len(whole) >= 3
+
+
 def test_the_microscope_waits_when_it_must(visits: Visits, tiny: Live) -> None:
     """A 429 is obeyed; a request that the server forgot is said to be so."""
     page = visits.open(tiny, tokens=6, expected=("429", "404"))

@@ -45,13 +45,14 @@ export class Composer {
       this.add(event.clipboardData.files);
     });
     const writing = byId("writing");
-    writing.addEventListener("dragover", (event) => {
+    // Anywhere on the page: a file dropped beside the field would otherwise replace the page.
+    document.addEventListener("dragover", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
       event.preventDefault();
       writing.classList.add("over");
     });
-    writing.addEventListener("dragleave", (event) => writing.contains(event.relatedTarget) || writing.classList.remove("over"));
-    writing.addEventListener("drop", (event) => {
+    document.addEventListener("dragleave", (event) => event.relatedTarget || writing.classList.remove("over"));
+    document.addEventListener("drop", (event) => {
       if (!event.dataTransfer.files.length) return;
       event.preventDefault();
       writing.classList.remove("over");

@@ -47,6 +47,7 @@ async function connect() {
   const facts = [can.base ? "base model" : "tuned to chat", can.vision ? "vision" : "no vision", `context ${count(context)}`];
   byId("model").replaceChildren(element("b", {}, id), ` ${facts.join(" · ")}`);
   if (!picked && !session.turns.length) session.fresh(can.base ? "text" : "chat");
+  document.title = `Kvist: ${id}`;
   composer.say("");
   composer.update();
 }

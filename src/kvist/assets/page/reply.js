@@ -28,7 +28,7 @@ export class Reply {
       role: "group",
       tabindex: "0",
       "aria-label": `${name}; arrow keys go from token to token, Enter shows what one read`,
-      onclick: (event) => this.choose(event.target.closest(".piece")),
+      onclick: (event) => getSelection().isCollapsed && this.choose(event.target.closest(".piece")),
       onkeydown: (event) => this.onKey(event),
       onblur: () => this.mark(null),
     });

@@ -6,12 +6,12 @@ import { byId, element } from "./dom.js";
 
 const STORED = "kvist.settings.1";
 const THEMES = ["auto", "light", "dark"];
-const DEFAULTS = { temperature: null, topP: null, seed: null, maxTokens: 200, replay: null, effort: null, system: "", theme: "auto" };
+const DEFAULTS = { temperature: null, topP: null, seed: null, maxTokens: null, replay: null, effort: null, system: "", theme: "auto" };
 const NUMBERS = {
-  temperature: { label: "Temperature", min: 0, max: 100, step: 0.05, help: "0 takes the likeliest token each time." },
-  topP: { label: "Top-p", min: 0.01, max: 1, step: 0.01, help: "Draw from the likeliest tokens that sum to this." },
+  temperature: { label: "Temperature", min: 0, max: 100, step: "any", help: "0 takes the likeliest token each time." },
+  topP: { label: "Top-p", min: 0.01, max: 1, step: "any", help: "Draw from the likeliest tokens that sum to this." },
   seed: { label: "Seed", min: 0, max: 2 ** 53 - 1, step: 1, help: "The same seed gives the same text." },
-  maxTokens: { label: "New tokens at most", min: 1, max: 1_000_000, step: 1 },
+  maxTokens: { label: "New tokens at most", min: 1, max: 1_000_000, step: 1, help: "Empty: 200 in a text, the server's default in a chat." },
 };
 const CHOICES = {
   replay: {

@@ -31,7 +31,7 @@ export class Shaded {
     Object.assign(this, { answer, layer, colour });
     const end = answer.position + 1;
     const masses = massByPosition(layer.spans, 0, end);
-    const peak = Math.max(1e-9, ...masses);
+    const peak = masses.reduce((most, mass) => Math.max(most, mass), 1e-9);
     this.root.replaceChildren();
     this.root.style.setProperty("--shade", colour);
     let shown = 0;
