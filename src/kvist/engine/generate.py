@@ -1,8 +1,8 @@
 """Text in, a stream of text out: one request on a `Session`, with progress of its prefill and a final account.
 
 Owns the loop around sampling, stop strings and limits. Must not know HTTP or terminals. On a session, not the engine: one request
-has nobody to share pages, batches or a budget with, while the engine would plan memory for a whole context before it starts, cut a
-prompt by the cost of a step instead of `chunk`, and tell of no progress between its steps.
+has nobody to share pages, batches or a budget with, while the engine would plan memory for a whole context before it starts and
+cut a prompt by the cost of a step instead of `chunk`.
 """
 
 from __future__ import annotations
