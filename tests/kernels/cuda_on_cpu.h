@@ -147,6 +147,7 @@ static unsigned atomicAdd(unsigned* p, unsigned by) {
   *p += by;
   return old;
 }
+static void atomicMin(unsigned* p, unsigned x) { *p = min(*p, x); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
   unsigned char bytes[8];
   unsigned out = 0;

@@ -44,7 +44,7 @@ def on(*tensors: Tensor) -> list[Tensor]:
     return [t.to(DEVICE) for t in tensors]
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 128), (5, 192), (33, 64), (260, 64)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (5, 192), (7, 256), (33, 64), (260, 64)])
 def test_leave_and_enter_in_one_pass(rows: int, width: int) -> None:
     """One row, part tiles, several parts a tile, and the wide cut; enter and leave alone give the same."""
     y, x, mix, weights = sublayer(rows, width)

@@ -15,8 +15,19 @@ __device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u32 b, 
 }
 
 struct Counters {
-  u32 bins[BINS], block_bins[BINS];
+  uint4 bins[BINS / 4], block_bins[BINS / 4];
 };
+__device__ __forceinline__ void count_in(uint4* bins, u32 order) { atomicAdd((u32*)bins + (order >> BIN_SHIFT), 1); }
+__device__ __forceinline__ void add_bins(const uint4* mine, u32* to) {
+  for (int i = threadIdx.x; i < BINS / 4; i += 128) {
+    uint4 v = mine[i];
+    if (!(v.x | v.y | v.z | v.w)) continue;
+    if (v.x) atomicAdd(to + 4 * i, v.x);
+    if (v.y) atomicAdd(to + 4 * i + 1, v.y);
+    if (v.z) atomicAdd(to + 4 * i + 2, v.z);
+    if (v.w) atomicAdd(to + 4 * i + 3, v.w);
+  }
+}
 
 template <bool POOL>
 __device__ __forceinline__ void scan_share(const Call& c, u32 queries, Counters& counters, const float (&weight)[8], int n, int first,
@@ -50,7 +61,7 @@ __device__ __forceinline__ void scan_share(const Call& c, u32 queries, Counters&
     int place = feed.at + 8 * group;
     if (group < 2 && place < end) {
       orders[place] = order;
-      if (order) atomicAdd(counters.bins + (order >> BIN_SHIFT), 1);
+      if (order) count_in(counters.bins, order);
     }
     if (c.publish) {
 #pragma unroll
@@ -59,7 +70,7 @@ __device__ __forceinline__ void scan_share(const Call& c, u32 queries, Counters&
       if (lane < 2 && block * BLOCK < end) {
         u32 best = block == (sees - 1) / BLOCK ? ~0u : order;
         c.blocks.orders[(i64)n * c.blocks.stride + block] = best;
-        atomicAdd(counters.block_bins + (best >> BIN_SHIFT), 1);
+        count_in(counters.block_bins, best);
       }
     }
     feed.at += 64;
@@ -84,19 +95,17 @@ extern "C" __global__ void __launch_bounds__(128, 5) scan(const __grid_constant_
     int head = 8 * (j >> 1) + 2 * (threadIdx.x & 3) + (j & 1);
     weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
   }
-  for (int i = threadIdx.x; i < BINS; i += 128) counters.bins[i] = 0;
+  for (int i = threadIdx.x; i < BINS / 4; i += 128) counters.bins[i] = make_uint4(0, 0, 0, 0);
   if (c.publish)
-    for (int i = threadIdx.x; i < BINS; i += 128) counters.block_bins[i] = 0;
+    for (int i = threadIdx.x; i < BINS / 4; i += 128) counters.block_bins[i] = make_uint4(0, 0, 0, 0);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (c.pool_blocks) scan_share<true>(c, descriptor(queries), counters, weight, n, first, end, sees);
   else scan_share<false>(c, descriptor(queries), counters, weight, n, first, end, sees);
   __syncthreads();
-  for (int i = threadIdx.x; i < BINS; i += 128) {
-    if (counters.bins[i]) atomicAdd(c.rows.bins + (i64)n * BINS + i, counters.bins[i]);
-    if (c.publish && counters.block_bins[i]) atomicAdd(c.blocks.bins + (i64)n * BINS + i, counters.block_bins[i]);
-  }
+  add_bins(counters.bins, c.rows.bins + (i64)n * BINS);
+  if (c.publish) add_bins(counters.block_bins, c.blocks.bins + (i64)n * BINS);
 }
 
 __device__ __forceinline__ int length_of(const Call& c, const List& list, int n, bool blocks) {
@@ -109,9 +118,11 @@ __device__ __forceinline__ int id_at(const Call& c, int n, bool blocks, int plac
   return c.pool[(i64)n * c.pool_blocks + (place >> 3)] * BLOCK + (place & 7);
 }
 
+static const int SIFTED = 4096;  // scores a block reads at once
+
 extern "C" __global__ void __launch_bounds__(256) sift(const __grid_constant__ Call c) {
   __shared__ u32 room[33];
-  __shared__ u32 least;
+  __shared__ u32 least, first;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   bool blocks = blockIdx.x >= c.queries * c.rows.shares;
@@ -143,27 +154,34 @@ extern "C" __global__ void __launch_bounds__(256) sift(const __grid_constant__ C
   u32 floor = max(least << BIN_SHIFT, 1u);
   const u32* orders = list.orders + (i64)n * list.stride;
   int end = min((share + 1) * list.share, length_of(c, list, n, blocks));
-  int lane = threadIdx.x & 31;
-  for (int at = share * list.share + (threadIdx.x & ~31) * 4; at < end; at += 1024) {
-    u32 x[4];
-    int place = at + 4 * lane;
-    if (place + 3 < end) {
-      uint4 v = *(const uint4*)(orders + place);
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-    } else {
+  for (int at = share * list.share; at < end; at += SIFTED) {
+    u32 x[SIFTED / 256], hits = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = place + i < end ? orders[place + i] : 0;
+    for (int j = 0; j < SIFTED / 1024; j++) {
+      int place = at + j * 1024 + 4 * threadIdx.x;
+      if (place + 3 < end) {
+        uint4 v = *(const uint4*)(orders + place);
+        x[4 * j] = v.x, x[4 * j + 1] = v.y, x[4 * j + 2] = v.z, x[4 * j + 3] = v.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[4 * j + i] = place + i < end ? orders[place + i] : 0;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      bool taken = x[i] >= floor;
-      u32 who = __ballot_sync(~0u, taken);
-      if (!who) continue;
-      u32 to = 0;
-      if (lane == 0) to = atomicAdd(list.counts + n, __popc(who));
-      to = __shfl_sync(~0u, to, 0) + __popc(who & ((1u << lane) - 1));
-      if (taken && to < (u32)list.room) list.found[(i64)n * list.room + to] = make_uint2(x[i], id_at(c, n, blocks, place + i));
+    for (int i = 0; i < SIFTED / 256; i++) hits += x[i] >= floor;
+    u32 to = above<256>(hits, room, &all);
+    if (!all) continue;
+    if (threadIdx.x == 0) first = atomicAdd(list.counts + n, all);
+    __syncthreads();
+    to += first;
+#pragma unroll
+    for (int i = 0; i < SIFTED / 256; i++) {
+      if (x[i] < floor) continue;
+      int place = at + (i >> 2) * 1024 + 4 * threadIdx.x + (i & 3);
+      if (to < (u32)list.room) list.found[(i64)n * list.room + to] = make_uint2(x[i], id_at(c, n, blocks, place));
+      to++;
     }
+    __syncthreads();
   }
 }
 
@@ -194,34 +212,52 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS) choose(const __grid_const
   __syncthreads();
   if (t == 0) list.counts[n] = 0;
 
-  // The K-th best score, 8 bits at a time; then, among its equals, the last id that is taken (as ~id: higher is better).
+  // The lowest bin among what `sift` found holds the K-th best score, whose 12 bits are known then.
+  if (t < 2) cut[t] = t ? 0 : ~0u;
+  __syncthreads();
   u32 value = 0, number = 0, want = list.chosen;
-  bool all = true;  // every entry is taken
-  for (int pass = 0; pass < 8; pass++) {
-    int shift = 24 - 8 * (pass & 3);
-    if (t < 256) bins[t] = 0;
+  int known = 0;
+  if (!again && list.bins) {
+    u32 least = ~0u;
+    for (int i = t; i < length; i += CHOOSERS) least = min(least, held[i].x >> BIN_SHIFT);
+    if (least != ~0u) atomicMin(cut, least);
     __syncthreads();
-    for (int i = t; i < length; i += CHOOSERS) {
-      uint2 e = entry(i);
-      if (!e.x) continue;
-      u32 x = pass < 4 ? e.x : ~e.y, known = pass < 4 ? value : number;
-      if (pass >= 4 && e.x != value) continue;
-      if (shift < 24 && (x ^ known) >> (shift + 8)) continue;
-      atomicAdd(bins + ((x >> shift) & 255), 1);
+    value = cut[0] << BIN_SHIFT;
+    u32 more = 0, total;
+    for (int i = t; i < length; i += CHOOSERS) more += held[i].x >> BIN_SHIFT > cut[0];
+    above<CHOOSERS>(more, room, &total);
+    want -= min(total, want);
+    known = 32 - BIN_SHIFT;
+  }
+  bool all = !again && length <= list.chosen;  // every entry is taken
+  // The rest of its bits, 10 at a time; then, among its equals, the last id that is taken (as ~id: higher is better).
+  for (int ids = 0; ids < 2 && !all; ids++, known = 0) {
+    while (known < 32) {
+      int bits = min(10, 32 - known), shift = 32 - known - bits;
+      bins[2 * t] = bins[2 * t + 1] = 0;
+      __syncthreads();
+      for (int i = t; i < length; i += CHOOSERS) {
+        uint2 e = entry(i);
+        if (!e.x || (ids && e.x != value)) continue;
+        u32 x = ids ? ~e.y : e.x;
+        if (!known || !((x ^ (ids ? number : value)) >> (32 - known))) atomicAdd(bins + ((x >> shift) & ((1 << bits) - 1)), 1);
+      }
+      __syncthreads();
+      u32 low = bins[2 * t], high = bins[2 * t + 1], total;
+      u32 higher = above<CHOOSERS>(low + high, room, &total);
+      if (!known && total <= want) {
+        // All that there are, or all equals of the K-th.
+        all = !ids;
+        break;
+      }
+      if (higher < want && higher + high >= want) cut[0] = 2 * t + 1, cut[1] = want - higher;
+      else if (higher + high < want && higher + high + low >= want) cut[0] = 2 * t, cut[1] = want - higher - high;
+      __syncthreads();
+      if (ids) number |= cut[0] << shift;
+      else value |= cut[0] << shift;
+      want = cut[1];
+      known += bits;
     }
-    __syncthreads();
-    u32 mine = t < 256 ? bins[t] : 0, total;
-    u32 higher = above<CHOOSERS>(mine, room, &total);
-    if (pass == 0 && total <= want) break;
-    if (pass == 0) all = false;
-    if (pass == 4 && total == want) {
-      number = 0;
-      break;
-    }
-    if (t < 256 && higher < want && higher + mine >= want) cut[0] = t, cut[1] = want - higher;
-    __syncthreads();
-    if (pass < 4) value |= cut[0] << shift; else number |= cut[0] << shift;
-    want = cut[1];
   }
   auto chosen = [&](uint2 e) { return e.x && (all || e.x > value || (e.x == value && ~e.y >= number)); };
   // Ascending: 1,024 runs of ids, then the rank within a run.

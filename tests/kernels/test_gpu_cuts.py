@@ -1,0 +1,39 @@
+"""How GPU launches are cut, without a GPU: parts divide the work, stay within the room, and beat one part where that is slow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvist.kernels.device.arrivals import MOST_PARTS, parts_for
+from kvist.kernels.hyper_connections.hopper import RESIDENT, ROWS, STEP, WARPS, parts_of
+
+CPU = torch.device("cpu")  # counted as an H200: 132 multiprocessors
+
+
+@pytest.mark.parametrize("programs", [1, 14, 40, 64, 216, 256, 4000])
+@pytest.mark.parametrize("steps", [1, 18, 20, 40, 64, 96, 128, 131])
+def test_parts_are_equal_and_have_room(programs: int, steps: int) -> None:
+    part = parts_for(programs, steps, 792, CPU)
+    assert steps % part == 0
+    assert part == 1 or programs * part <= 792
+    assert part <= MOST_PARTS
+
+
+def test_few_programs_are_cut_and_full_waves_are_not() -> None:
+    """40 programs of 128 steps (5120 x 8192) leave most multiprocessors idle; 256 of 20 fill two waves as they are."""
+    assert parts_for(40, 128, 792, CPU) == 16
+    assert parts_for(256, 20, 792, CPU) == 1
+    assert parts_for(40, 128, 0, CPU) == 1
+
+
+@pytest.mark.parametrize("width", [64, 192, 256, 5120])
+@pytest.mark.parametrize("rows", [2, 16, 17, 64, 300, 4096, 100000])
+def test_parts_of_streams_cover_all_channels_once(rows: int, width: int) -> None:
+    parts, row_warps = parts_of(rows, width, 132)
+    assert (width // STEP) % parts == 0
+    assert WARPS % row_warps == 0
+    assert parts % (WARPS // row_warps) == 0
+    tiles = -(-rows // (ROWS * row_warps))
+    programs = tiles * parts * row_warps // WARPS
+    assert programs <= max(RESIDENT * 132, tiles)
