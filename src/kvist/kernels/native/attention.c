@@ -22,14 +22,15 @@ static void score_keys(const float *q_t, const float *const *keys, int64_t n, in
         const float *k0 = keys[l], *k1 = keys[l + 1], *k2 = keys[l + 2], *k3 = keys[l + 3];
         for (int64_t i = 0; i < c; i++) {
             v8 q = load8(q_t + i * 8);
-            a += q * k0[i], b += q * k1[i], d += q * k2[i], e += q * k3[i];
+            a = fma8(q, fill8(k0[i]), a), b = fma8(q, fill8(k1[i]), b);
+            d = fma8(q, fill8(k2[i]), d), e = fma8(q, fill8(k3[i]), e);
         }
         store8(scores + l * ld, a * scale), store8(scores + (l + 1) * ld, b * scale);
         store8(scores + (l + 2) * ld, d * scale), store8(scores + (l + 3) * ld, e * scale);
     }
     for (; l < n; l++) {
         v8 a = {0};
-        for (int64_t i = 0; i < c; i++) a += load8(q_t + i * 8) * keys[l][i];
+        for (int64_t i = 0; i < c; i++) a = fma8(load8(q_t + i * 8), fill8(keys[l][i]), a);
         store8(scores + l * ld, a * scale);
     }
 }
@@ -67,8 +68,9 @@ INLINE void mix_block(const int H, const float *weights, int64_t ld, const float
         v16 k0 = load16(key), k1 = load16(key + 16), k2 = load16(key + 32), k3 = load16(key + 48);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
-            float w = weights[l * ld + h];
-            acc[h][0] += w * k0, acc[h][1] += w * k1, acc[h][2] += w * k2, acc[h][3] += w * k3;
+            v16 w = fill16(weights[l * ld + h]);
+            acc[h][0] = fma16(w, k0, acc[h][0]), acc[h][1] = fma16(w, k1, acc[h][1]);
+            acc[h][2] = fma16(w, k2, acc[h][2]), acc[h][3] = fma16(w, k3, acc[h][3]);
         }
     }
 #pragma GCC unroll 4
@@ -89,13 +91,13 @@ static void mix_keys(const float *weights, int64_t ld, const float *const *keys,
     for (; at + 16 <= c; at += 16)
         for (int64_t h = 0; h < heads; h++) {
             v16 acc = {0};
-            for (int64_t l = 0; l < n; l++) acc += weights[l * ld + h] * load16(keys[l] + at);
+            for (int64_t l = 0; l < n; l++) acc = fma16(fill16(weights[l * ld + h]), load16(keys[l] + at), acc);
             store16(out + h * c + at, acc * inverse[h]);
         }
     for (; at < c; at++)
         for (int64_t h = 0; h < heads; h++) {
             float acc = 0;
-            for (int64_t l = 0; l < n; l++) acc += weights[l * ld + h] * keys[l][at];
+            for (int64_t l = 0; l < n; l++) acc = fma1(weights[l * ld + h], keys[l][at], acc);
             out[h * c + at] = acc * inverse[h];
         }
 }

@@ -21,7 +21,7 @@ from pathlib import Path
 
 LOG = logging.getLogger("kvist.kernels")
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-Wno-psabi")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
 
 
 class NativeBuildError(RuntimeError):

@@ -82,8 +82,8 @@ INLINE void row_panels(const int P, const int dot, const float *x, const uint32_
                     continue;
                 }
 #endif
-                acc[p] += x[2 * (k + j)] * even;
-                acc[p] += x[2 * (k + j) + 1] * odd;
+                acc[p] = fma16(fill16(x[2 * (k + j)]), even, acc[p]);
+                acc[p] = fma16(fill16(x[2 * (k + j) + 1]), odd, acc[p]);
             }
     }
     for (int p = 0; p < P; p++) out[p] = acc[p];

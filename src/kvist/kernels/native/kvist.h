@@ -11,6 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
@@ -30,6 +34,50 @@ INLINE v8 load8(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(float *p, v8 v) { memcpy(p, &v, sizeof v); }
 INLINE v16 fill16(float x) { return (v16){0} + x; }
 INLINE v8 fill8(float x) { return (v8){0} + x; }
+
+/* a * b + c rounded once where the processor has the instruction, else twice. Written out, because a compiler that fuses as it
+ * likes (-ffp-contract, GCC's tuning against chains of fused sums) gives one sum other bits in another tile. */
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#define FUSED 1
+#endif
+
+INLINE float fma1(float a, float b, float c)
+{
+#ifdef FUSED
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE v8 fma8(v8 a, v8 b, v8 c)
+{
+#ifdef __FMA__
+    return (v8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(FUSED)
+    for (int i = 0; i < 8; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE v16 fma16(v16 a, v16 b, v16 c)
+{
+#ifdef __AVX512F__
+    return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define HALF(V, I) __builtin_shufflevector(V, V, I, I + 1, I + 2, I + 3, I + 4, I + 5, I + 6, I + 7)
+    v8 low = fma8(HALF(a, 0), HALF(b, 0), HALF(c, 0)), high = fma8(HALF(a, 8), HALF(b, 8), HALF(c, 8));
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#undef HALF
+#elif defined(FUSED)
+    for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 
 /* Halves are added to halves, so the order is the same with and without the shuffle builtin. */
 INLINE float sum16(v16 v)

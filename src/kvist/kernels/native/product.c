@@ -33,10 +33,10 @@ INLINE void tile(const int mode, const int R, const int P, const float *x, int64
             memcpy(&word, data + (p * depth + k) * 16, 64);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                if (mode == USE_F32) acc[r][p] += x[r * ldx + k] * (v16)word;
+                if (mode == USE_F32) acc[r][p] = fma16(fill16(x[r * ldx + k]), (v16)word, acc[r][p]);
                 else if (mode == USE_PAIRS) {
-                    acc[r][p] += x[r * ldx + 2 * k] * lower(word);
-                    acc[r][p] += x[r * ldx + 2 * k + 1] * upper(word);
+                    acc[r][p] = fma16(fill16(x[r * ldx + 2 * k]), lower(word), acc[r][p]);
+                    acc[r][p] = fma16(fill16(x[r * ldx + 2 * k + 1]), upper(word), acc[r][p]);
                 }
 #ifdef __AVX512BF16__
                 else
@@ -50,7 +50,7 @@ INLINE void tile(const int mode, const int R, const int P, const float *x, int64
         for (int p = 0; p < P; p++) {
             u16v word;
             memcpy(&word, data + (p * depth + whole) * 16, 64);
-            for (int r = 0; r < R; r++) acc[r][p] += x[r * ldx + 2 * whole] * lower(word);
+            for (int r = 0; r < R; r++) acc[r][p] = fma16(fill16(x[r * ldx + 2 * whole]), lower(word), acc[r][p]);
         }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)

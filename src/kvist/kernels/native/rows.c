@@ -5,9 +5,9 @@ INLINE float mean_square(const float *x, int64_t n)
 {
     v16 acc = {0};
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) { v16 v = load16(x + i); acc += v * v; }
+    for (; i + 16 <= n; i += 16) { v16 v = load16(x + i); acc = fma16(v, v, acc); }
     float total = sum16(acc);
-    for (; i < n; i++) total += x[i] * x[i];
+    for (; i < n; i++) total = fma1(x[i], x[i], total);
     return total / (float)n;
 }
 

@@ -33,11 +33,11 @@ INLINE v16 block_dot(const float *q, const float *block, int64_t width)
     for (int l = 0; l < LANES; l++) acc[l] = (v16){0};
     for (; i + LANES <= width; i += LANES)
 #pragma GCC unroll 16
-        for (int l = 0; l < LANES; l++) acc[l] += q[i + l] * load16(block + (i + l) * LANES);
+        for (int l = 0; l < LANES; l++) acc[l] = fma16(fill16(q[i + l]), load16(block + (i + l) * LANES), acc[l]);
     if (rest)
 #pragma GCC unroll 16
         for (int l = 0; l < LANES; l++)
-            if (l < rest) acc[l] += q[i + l] * load16(block + (i + l) * LANES);
+            if (l < rest) acc[l] = fma16(fill16(q[i + l]), load16(block + (i + l) * LANES), acc[l]);
 #pragma GCC unroll 8
     for (int l = 0; l < 8; l++) acc[l] += acc[l + 8];
 #pragma GCC unroll 4
@@ -62,11 +62,11 @@ float score_row(index_shape shape, const float *q, const float *weight, const fl
     int64_t rest = shape.width % LANES, whole = shape.width - rest;
     for (int64_t j = 0; j < shape.heads; j++, q += shape.width) {
         v16 acc = {0};
-        for (int64_t i = 0; i < whole; i += LANES) acc += load16(q + i) * load16(key + i);
+        for (int64_t i = 0; i < whole; i += LANES) acc = fma16(load16(q + i), load16(key + i), acc);
         if (rest) {
             float left[2 * LANES] = {0};
             memcpy(left, q + whole, (size_t)rest * 4), memcpy(left + LANES, key + whole, (size_t)rest * 4);
-            acc += load16(left) * load16(left + LANES);
+            acc = fma16(load16(left), load16(left + LANES), acc);
         }
         total = add_head(total, fill16(sum16(acc)), weight[j]);
     }

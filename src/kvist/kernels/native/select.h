@@ -12,8 +12,8 @@ enum { LANES = 16 };
 /* Index heads of one model: `width` channels each. */
 typedef struct { int64_t heads, width; } index_shape;
 
-/* Adds a head's part to scores. Always in 16 lanes: whether the compiler fuses product and sum depends on the width. */
-INLINE v16 add_head(v16 total, v16 dot, float weight) { return total + (v16)((dot > fill16(0)) & (i16v)dot) * weight; }
+/* Adds a head's part to scores. */
+INLINE v16 add_head(v16 total, v16 dot, float weight) { return fma16((v16)((dot > fill16(0)) & (i16v)dot), fill16(weight), total); }
 
 /* Score of one query (q [heads][width], weight [heads]) for one key. */
 float score_row(index_shape shape, const float *q, const float *weight, const float *key);
