@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvist.config import LayerSpec, ModelConfig
+from kvist.config import LayerSpec, ModelConfig, VisionConfig
 from kvist.engine.budget import EngineConfig
 from kvist.engine.capture import Attended, Recording, record
 from kvist.engine.engine import Engine
 from kvist.engine.errors import RequestTooLong
 from kvist.engine.microscope import LayerView, Microscope, layer_views, masses
-from kvist.engine.request import FinishedEvent, Request, TokenEvent
+from kvist.engine.request import FinishedEvent, ImageInput, Request, TokenEvent
 from kvist.engine.sampler import SamplingParams
-from kvist.engine.session import Sequence, Session
+from kvist.engine.session import ImageSpan, Sequence, Session
 from kvist.kernels.native import calls
 from kvist.model.block import Block
 from kvist.model.initialise import random_model
@@ -325,6 +326,30 @@ def test_captures_equal_what_was_served(seed: int, replay: str | int) -> None:
                 assert torch.equal(seen.q_HC, q_HC), (number, token, layer)
                 if topk_K is not None:
                     assert torch.equal(seen.topk_K, topk_K[topk_K >= 0]), (number, token, layer)
+
+
+def test_pictures_are_looked_at_too() -> None:
+    """A prompt with a picture: embeddings in place of its tokens, router biases and n-gram barriers of images."""
+    vision = VisionConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+    config = replace(preset("tiny"), vision=vision, image_token_id=3)
+    model = random_model(config, Numerics(deterministic=True, impl="cpu"), 1)
+    span = torch.randn(9, config.dim, generator=torch.Generator().manual_seed(2))
+    picture = ImageInput(start=5, tokens=9, content=b"p" * 32, embed=lambda: span)
+    prompt = [4, 5, 6, 7, 8, *[3] * 9, *range(20, 45)]
+    served = ServedQueries(Engine(model, EngineConfig(pages=32, page_tokens=4, max_running=1, step_cost=24)))
+    sampling = SamplingParams(temperature=0)
+    (reply,) = served.run([Request(prompt=prompt, max_tokens=4, images=(picture,), sampling=sampling, ignore_end=True)])
+    for token in range(4):
+        fed = torch.tensor(reply[:token], dtype=torch.int64)
+        recording = record(model, torch.tensor(prompt), fed, images=[ImageSpan(start=5, embeddings_SD=span)])
+        for layer, seen in enumerate(recording.attended):
+            assert torch.equal(seen.q_HC, served.seen[0, layer, recording.position][0]), (token, layer)
+        assert recording.logits_V.argmax() == reply[token]
+    microscope = Microscope(model, replay="bounded")
+    assert microscope.look(prompt, reply, images=[picture]).rank == 0
+    assert microscope.look(prompt, reply).logprob != microscope.look(prompt, reply, images=[picture]).logprob
+    assert microscope.image_token_bytes == 4 * 3 * (14 * 3) ** 2
+    assert Microscope(toy(0), replay="bounded").image_token_bytes == 0
 
 
 def test_a_look_leaves_the_model_as_it_was() -> None:
