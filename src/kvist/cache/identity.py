@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 FORMAT_VERSION: Final = 1
 """Enters every root: pages of another version of the page format or of this hashing are never found."""
-NUMERICS_VERSION: Final = 1
+NUMERICS_VERSION: Final = 2
 """Enters `numerics_string`: raise it when the same settings begin to compute other cache bytes."""
 DIGEST_BYTES: Final = 16
 CONTENT_BYTES: Final = 32
