@@ -407,6 +407,9 @@ BAD: list[tuple[str, Callable[[PagedMemory], object]]] = [
     ("hold 8 tokens, 16 are needed", lambda m: m.open(0, [1], 16)),
     ("exceed", lambda m: m.extend(0, [1] * 200)),
     ("slot 6 is not open", lambda m: (m.close(6), m.extend(6, [1]))),
+    ("slot 6 is not open", lambda m: (m.close(6), m.exchange(6, 0, 1))),
+    ("has 2 pages; there is no page 2", lambda m: (m.open(0, [1, 2], 0), m.exchange(0, 2, 3))),
+    ("page 136 is outside", lambda m: (m.open(0, [1, 2], 0), m.exchange(0, 1, 136))),
     ("hold 128 tokens, 140 are needed", lambda m: run(model_of("cpu"), m, [whole(0, tokens(140), 0, 140)])),
 ]
 
