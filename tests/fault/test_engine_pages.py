@@ -216,3 +216,23 @@ def test_a_refused_request_costs_nobody_a_cached_page(crowded: tuple[Scripted, l
     assert ends.keys() >= {running, waiting}
     assert ends[waiting].usage.cached == {"device": 0, "host": 48}, "and then it is restored whole"
     assert MODEL.plan.alignment == 2
+
+
+@pytest.mark.parametrize("wanted", [24, 36])
+def test_nobody_gives_way_to_a_request_that_does_not_fit_all_the_same(wanted: int) -> None:
+    """16 pages: 8 of a request of high priority, 4 of a low one. A high one of 6 pages takes the low one's place; for one of 9
+    that would be in vain, so the low one goes on."""
+    fake = scripted(pages=16, step_cost=200)
+    high = fake.engine.add(ask([(3 * i) % 250 + 4 for i in range(28)], 4, priority=1))
+    low = fake.engine.add(ask([(5 * i) % 250 + 4 for i in range(13)], 3))
+    fake.engine.step()
+    late = fake.engine.add(ask([(9 * i) % 250 + 4 for i in range(wanted)], 2, priority=1))
+    fake.engine.step()
+    fits = wanted == 24
+    assert (fake.engine.jobs[low].slot is None) == (fake.engine.jobs[late].slot is not None) == fits
+    assert fake.engine.metrics.preemptions == fits
+    ends = {}
+    for _ in range(40):
+        ends |= {event.id: event.reason for event in fake.engine.step() if isinstance(event, FinishedEvent)}
+    assert ends == dict.fromkeys((high, low, late), "length")
+    assert fake.engine.metrics.preemptions == fits

@@ -433,13 +433,22 @@ class Scheduler:
             if self.slots and self._open(job):
                 return True
             lower = [other for other in self.running.values() if other.priority < job.priority]
-            if not lower:
+            if not lower or not self._fits_without(job, lower):
                 self._refused = state
                 return False
             victim = max(lower, key=lambda j: (-j.priority, j.admitted))
             step.pieces = [piece for piece in step.pieces if piece.job is not victim]
             self.preempt(victim)
             step.preempted.append(victim)
+
+    def _fits_without(self, job: Job, lower: Sequence[Job]) -> bool:
+        """Whether there may be room for the job once all of `lower` have given way; if not, none of them should."""
+        hit = self.book.lookup(job)
+        self.book.release([*hit.pages, *([] if hit.partial is None else [hit.partial])])
+        others = [other for other in self.running.values() if other not in lower]
+        kept = {page for other in others for page in other.pages}
+        need = -(-len(job) // self.book.page_tokens) - len(kept.intersection(hit.pages))
+        return need + sum(other.state is State.DECODE for other in others) <= self.book.total - len(kept)
 
     def _open(self, job: Job) -> bool:
         hit = self.book.lookup(job)
