@@ -57,10 +57,12 @@ class FakeMicroscope:
     error: Exception | None = None
     image_token_bytes: int = 0
     asked: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    replays: list[Any] = field(default_factory=list)
     steps: int = 0
 
     def look(self, prompt: Any, output: Any, *, images: Any = (), replay: Any = None, proceed: Callable[[], None]) -> View:
         self.asked.append((list(prompt), list(output)))
+        self.replays.append(replay)
         for _ in range(self.chunks):
             self.steps += 1
             time.sleep(0.01)
@@ -114,7 +116,12 @@ def test_shapes_and_names() -> None:
         assert look(http, response.id).status_code == 200
         for name in ("page-1", "cmpl-page-1"):
             assert look(http, name, reply=1).json()["reply"] == 1
+        fields = {"model": "nano", "prompt": "x", "max_tokens": 2}
+        for extra in ({}, {"echo": True, "logprobs": 1}, {"extra_body": {"replay": 200}}):
+            look(http, live.openai().completions.create(**fields, **extra, extra_headers={"x-request-id": "again"}).id)
+        assert fake.replays[-3:] == [None, "exact", 200], "a scored prompt ran as with exact replay"
         listed = http.get("/kvist/live").json()
+        assert listed["data"].pop(0)["request_id"] == "again"
         assert [item["request_id"] for item in listed["data"]][2] == "page-1"
         assert [item["replies"] for item in listed["data"]] == [1, 1, 2, 1]
         assert http.get("/kvist/live/page-1", params={"reply": "1"}).json()["reply"] == 1

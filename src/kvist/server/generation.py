@@ -68,7 +68,9 @@ class _Reply:
         self.index, self.prompt_tokens = index, len(work.request.prompt)
         self.stream = ReplyStream(parse=work.parse, reasoning=work.reasoning, stops=work.stops, calls=work.calls)
         self.text = TokenText(served.tokenizer, self.stream, parse=work.parse, reasoning=work.reasoning)
-        self.trace = Trace(prompt=prompt, images=work.request.images, replay=work.request.replay)
+        # A prompt that is scored runs all layers on all its positions, which is what exact replay stands for.
+        replay = work.request.replay if work.request.prompt_logprobs is None else "exact"
+        self.trace = Trace(prompt=prompt, images=work.request.images, replay=replay)
         self.end_ids = frozenset(work.request.stop_ids) | {served.eos_id}
 
     def take(self, event: TokenEvent) -> Piece:
