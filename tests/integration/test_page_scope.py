@@ -233,7 +233,7 @@ NAMELESS = """() => [...document.querySelectorAll('button, input, select, textar
   !node.textContent.trim()).map((node) => node.outerHTML.slice(0, 90))"""
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (360, False), (360, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1024, True), (360, False), (360, True)])
 def test_legible_at_every_width_in_both_themes(visits: Visits, tiny: Live, width: int, dark: bool) -> None:
     """Text has a contrast of 4.5 at least, every control a name, and nothing is wider than the screen."""
     page = visits.open(tiny, tokens=6, width=width, height=740, dark=dark)

@@ -8,7 +8,7 @@ import { split } from "./pieces.js";
 export const HIDDEN = 0;
 export const CONTENT = 1;
 export const REASONING = 2;
-/** New tokens of a text where nothing is said; the API's own 16 are too few to read. */
+/** New tokens where nothing is said and no end is to be expected. */
 const TEXT_TOKENS = 200;
 /** The token number of text that was held back and came without its token. */
 export const NO_TOKEN = -1;
@@ -100,7 +100,8 @@ export class Session extends EventTarget {
   sampling() {
     const { temperature, topP, seed, maxTokens, replay } = this.settings.values;
     const body = { model: this.model.id, stream: true, stream_options: { include_usage: true } };
-    const most = maxTokens ?? (this.conversation.mode === "text" ? TEXT_TOKENS : null);
+    const endless = this.conversation.mode === "text" || this.model.capabilities?.base;
+    const most = maxTokens ?? (endless ? TEXT_TOKENS : null);
     const given = { temperature, top_p: topP, seed, max_tokens: most, replay };
     for (const [name, value] of Object.entries(given)) if (value !== null) body[name] = value;
     return body;

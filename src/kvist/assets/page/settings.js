@@ -11,7 +11,7 @@ const NUMBERS = {
   temperature: { label: "Temperature", min: 0, max: 100, step: "any", help: "0 takes the likeliest token each time." },
   topP: { label: "Top-p", min: 0.01, max: 1, step: "any", help: "Draw from the likeliest tokens that sum to this." },
   seed: { label: "Seed", min: 0, max: 2 ** 53 - 1, step: 1, help: "The same seed gives the same text." },
-  maxTokens: { label: "New tokens at most", min: 1, max: 1_000_000, step: 1, help: "Empty: 200 in a text, the server's default in a chat." },
+  maxTokens: { label: "New tokens at most", min: 1, max: 1_000_000, step: 1, help: "Empty: 200 in a text and from a base model, else the server's default." },
 };
 const CHOICES = {
   replay: {
