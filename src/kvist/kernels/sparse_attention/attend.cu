@@ -227,6 +227,8 @@ struct Producer {
   __device__ __forceinline__ void copy_unit(u8* to, const u8* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
   }
+  __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  __device__ __forceinline__ void copies_but_last_wait() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
   __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
   __device__ __forceinline__ void load(Unit& u, const Item& x, int item, int slot, int tile, int part) {
@@ -312,18 +314,23 @@ struct Producer {
     }
   }
 
-  // Queries of an item into shared memory, rotated where a table is given.
+  // Queries of an item into shared memory, rotated where a table is given. A thread has one unit of 8 channels of every other head.
   __device__ void load_queries(const Item& x) {
     int first_turned = c.turned ? (CHANNELS - 2 * c.turned) / 8 : CHANNELS;
-    for (int i = warp * 32 + lane; i < 64 * 64; i += 128) {
-      int row = i >> 6, unit = i & 63;
-      u8* to = shared + Q_AT + (unit >> 3) * CHUNK + row * 128 + (((unit & 7) ^ (row & 7)) << 4);
-      bool real = x.head + row < c.heads;
-      const u8* from = c.q + (((i64)x.n * c.heads + (real ? x.head + row : 0)) * CHANNELS + unit * 8) * 2;
-      if (unit < first_turned) {
-        copy_unit(to, from, real);
-      } else {
-        uint4 v = real ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+    int unit = (warp * 32 + lane) & 63, first = warp >> 1;
+    u8* to = shared + Q_AT + (unit >> 3) * CHUNK;
+    const u8* from = c.q + ((i64)x.n * c.heads + x.head) * CHANNELS * 2 + unit * 16;
+    if (unit < first_turned) {
+#pragma unroll 8
+      for (int i = 0; i < 32; i++) {
+        int row = first + 2 * i;
+        bool real = x.head + row < c.heads;
+        copy_unit(to + row * 128 + (((unit & 7) ^ (row & 7)) << 4), from + (real ? row : 0) * CHANNELS * 2, real);
+      }
+    } else {
+      for (int row = first; row < 64; row += 2) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (x.head + row < c.heads) v = *(const uint4*)(from + row * CHANNELS * 2);
         u32 pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -331,7 +338,7 @@ struct Producer {
           if (place >= 0)
             pairs[j] = turned_pair(pairs[j], c.cosines[(i64)x.n * c.turned + place], c.sines[(i64)x.n * c.turned + place]);
         }
-        *(uint4*)to = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        *(uint4*)(to + row * 128 + (((unit & 7) ^ (row & 7)) << 4)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
   }
@@ -358,10 +365,12 @@ __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
   Item x = item_of(c, number);
   int slot = c.slots[x.n];
   p.ask_ids(x, item);
-  p.load_queries(x);
   p.copies_wait();
   p.ask_pages(x, item, slot);
-  p.copies_wait();
+  p.copies_end();
+  p.load_queries(x);
+  p.copies_end();
+  p.copies_but_last_wait();
   group_barrier(2, 128);
   for (; number < items; number += gridDim.x, item++) {
     Unit units[2];
