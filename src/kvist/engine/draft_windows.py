@@ -57,11 +57,11 @@ class DraftWindows:
     def saw(self, targets: tuple[Tensor, ...], rows: Rows, pieces: Sequence[Piece]) -> None:
         """The target states of `rows`, the decoder rows of a step's pieces.
 
-        A step of one row a request is kept; `window` steps later its rows are out of every draft's sight. Others, whose rows
-        are many or may be taken back, are written at once.
+        A step of one such row a request is kept; `window` steps later its rows are out of every draft's sight. Others, whose
+        rows are many or may be taken back, are written at once.
         """
-        if all(piece.stop - piece.start == piece.decoded == 1 for piece in pieces):
-            self._kept.append(_Pass(targets, [_Row(piece.job, piece.job.admitted, piece.start) for piece in pieces]))
+        if len(rows.segments) == len(rows.token_ids_N) == len(pieces):
+            self._kept.append(_Pass(targets, [_Row(piece.job, piece.job.admitted, piece.stop - 1) for piece in pieces]))
             self._rows += len(pieces)
             if len(self._kept) > self.window:
                 self._rows -= len(self._kept.popleft().rows)

@@ -218,6 +218,8 @@ class AdaptivePolicy:
     def lengths(self, survival: Sequence[Sequence[float]]) -> list[int]:
         """Drafts in order of survival while the expected tokens a second grow. Survival falls with depth, so prefixes result."""
         lengths, requests = [0] * len(survival), len(survival)
+        if not requests:
+            return lengths
         entries = [
             (value, depth, row)
             for row, line in enumerate(survival)
