@@ -662,10 +662,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
   if (c.splits > 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   int items = c.queries * ((c.heads + 63) / 64) * c.splits;
   if (threadIdx.x >= 256) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     produce(c, shared, bars, items);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
     consume(c, shared, bars, items);
   }
 }
