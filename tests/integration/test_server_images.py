@@ -94,6 +94,27 @@ def test_images_change_what_is_said_and_are_cached_by_content(live: Live) -> Non
     assert spans > 4, "the second picture has a span of its own"
 
 
+def test_uploaded_images_are_the_same(live: Live) -> None:
+    """A real model sees in an uploaded file what it sees in the data URL, and finds its pages."""
+    inline = chat(live, png(7))
+    number = live.openai().files.create(file=("a.png", png(7)), purpose="vision").id
+    parts = [{"type": "text", "text": "see"}, {"type": "file", "file": {"file_id": number}}]
+    answer = live.openai().chat.completions.create(
+        model="tiny-vision",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        reasoning_effort="none",
+    )
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    assert answer.choices[0].logprobs.content[0].logprob == first_logprob(inline)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens
+
+
 def test_anthropic_images(live: Live) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(1)).decode()}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "see"}]
