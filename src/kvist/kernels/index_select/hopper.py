@@ -144,7 +144,8 @@ def select_hopper(
     programs = multiprocessors(device)
     pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
     scanned = rows if pool is None else pool.shape[1] * BLOCK
-    chunk = share or max(256, -(-scanned * n // (SCANS * programs)))
+    # One wave: a second one of few programs would double the time.
+    chunk = share or max(256, -(-scanned // max(1, SCANS * programs // n)))
     chunk = -(-chunk // TILE) * TILE
     counters = _counters(device, n, 2 if publish_blocks else 1)
     main, topk, kept = _list(counters, 0, n, scanned, k, programs)
