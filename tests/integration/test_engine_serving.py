@@ -201,7 +201,7 @@ def test_grammars_hold_beside_free_requests(speculation: str | int, acceptance: 
 
 
 def test_a_grammar_behind_a_marker_with_and_without_drafts() -> None:
-    """Free text that must not end (the bias of the end would end it at once), a word of it, the grammar; drafts change nothing."""
+    """Free text that must not end (the bias of the end would end it at once), a word of it, the grammar; drafts or not."""
     replies: dict[str | int, list[list[int]]] = {}
     for speculation in ("off", 5):
         served = nano_engine(speculation)
