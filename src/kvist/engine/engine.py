@@ -193,7 +193,7 @@ class Engine:
         self._number += 1
         self.jobs[job.id] = job
         # Addresses are known from the ids, so what must be fetched can begin before a slot is free.
-        ids, text = torch.from_numpy(job.tokens.ids), torch.from_numpy(job.tokens.text)
+        ids, text = (torch.from_numpy(line).to(self.runner.device) for line in (job.tokens.ids, job.tokens.text))
         self.model.prefetch_engram(self.model.engram_ids(ids, text))
         self.metrics.requests += 1
         return job.id

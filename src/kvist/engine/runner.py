@@ -44,6 +44,7 @@ class Runner:
     def __init__(self, model: Transformer, memory: PagedMemory, *, feature_bytes: int) -> None:
         self.model, self.memory, self.plan = model, memory, model.plan
         self.device = model.embed.weight.device
+        model.numerics.check_device(self.device)
         self.features = FeatureCache(feature_bytes)
         self.batch = BatchBuilder(model, self.features, self.device)
         self.layers, self.split = len(self.plan.layers), self.plan.decoder_start

@@ -104,6 +104,7 @@ class Session:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         self.model, self.plan, self.chunk, self.ced = model, model.plan, chunk, ced
         self.device = model.embed.weight.device
+        model.numerics.check_device(self.device)
         self.memory = memory or DenseMemory(model.config, model.numerics)
         window, layers = self.plan.window, len(self.plan.layers)
         # A draft ring holds `window` entries of the last layers' inputs, one more than the query's own window reaches.

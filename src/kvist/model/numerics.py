@@ -46,6 +46,11 @@ class Numerics:
         if self.impl not in IMPLS:
             raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {self.impl!r}")
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError where `deterministic` cannot be kept: torch's sums on a GPU depend on the shape of the call."""
+        if self.deterministic and device.type != "cpu":
+            raise ValueError(f"deterministic is kept on the CPU only, the model is on {device}; load it on the CPU or without it")
+
     @property
     def product_impl(self) -> str:
         """Implementation of row products (linear layers, experts, hyper-connection projections)."""
