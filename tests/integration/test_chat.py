@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from rich.console import Console
 
 from kvist.chat.conversation import Wishes, open_conversation
-from kvist.chat.loop import ChatOptions
+from kvist.chat.loop import Chat, ChatOptions
 from kvist.chat.reader import Reader
 from kvist.chat.sessions import SessionError, SessionFiles
 from kvist.chat.talk import harmless
+from kvist.engine.errors import QueueFull
 from kvist.engine.sampling.params import SamplingParams
 from kvist.engine.terminal import book_text
 from kvist.text import ContentDelta, ContentImage, Message, Reply, collect
@@ -280,3 +283,58 @@ def test_session_files(tmp_path: Path) -> None:
 def test_a_reply_cannot_steer_the_terminal() -> None:
     assert harmless("a\x1b]0;title\x07b\r\n\tc\x9b") == "a�]0;title�b�\n\tc�"
     assert ContentImage(b"x").image == Message(role="user", content=(ContentImage(b"x"),)).content[0].image  # type: ignore[union-attr]
+
+
+def test_pictures_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """/image decodes a file at once and sends it with the next message only; what is no picture is said and not sent."""
+    served = seeing()
+    (tmp_path / "cat.png").write_bytes(png(1))
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    shown = "".join(f"/image {tmp_path}/{name}.png\n" for name in ("bad", "none", "cat"))
+    lines = f"{shown}what?\nand?\n/save x\n/reset\n/quit\nnever\n"
+    out: list[str] = []
+    chat = Chat(
+        served=served,
+        conversation=open_conversation(served, "auto", ""),
+        wishes=WISHES,
+        files=SessionFiles(tmp_path / "sessions", "aa"),
+        reader=lines_of(lines),
+        out=out.append,
+        notes=Console(stderr=True, width=300),
+        flush=lambda seconds: True,
+    )
+    with asyncio.Runner() as runner:
+        chat.run(runner)
+    assert "".join(out) == "hi\nhi\n"
+    told = capsys.readouterr().err
+    assert "cat.png: 4 tokens, shown with the next message" in told
+    assert told.count("error: ") == 2
+    assert "cannot decode an image" in told
+    assert "No such file" in told
+    requests = served.engine.requests  # type: ignore[attr-defined]
+    assert [len(request.images) for request in requests] == [1, 1], "the second turn repeats the first"
+    assert len(requests) == 2
+    assert len(SessionFiles(tmp_path / "sessions", "aa").load("x")["messages"]) == 4
+    assert chat.conversation == open_conversation(served, "auto", "")
+
+
+def test_a_refused_message_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message that is too long, or that the engine refuses, is said; the conversation goes on without it."""
+    answers = iter([["fine"], [QueueFull("the queue is full")], ["fine again"]])
+    served = scripted(lambda request: next(answers))
+    chat = Chat(
+        served=served,
+        conversation=open_conversation(served, "text", ""),
+        wishes=WISHES,
+        files=SessionFiles(tmp_path, "aa"),
+        reader=lines_of("one\ntwo\n" + "word " * 40_000 + "\nthree\n"),
+        out=lambda text: None,
+        notes=Console(stderr=True, width=300),
+        flush=None,
+    )
+    with asyncio.Runner() as runner:
+        chat.run(runner)
+    told = capsys.readouterr().err
+    assert "the queue is full" in told
+    assert "exceed the context" in told
+    assert TOKENIZER.decode(chat.conversation.plain()["ids"], skip_control=True) == "onefinethreefine again"
