@@ -406,10 +406,7 @@ class Scheduler:
         assert span is not None
         start = job.computed
         plain = max(0, min(span.decode_from, span.total) - start)
-        if budget <= plain:
-            count = int(budget)
-        else:
-            count = plain + int((budget - plain) / (1 + self.decoder_cost))
+        count = int(budget) if budget <= plain else plain + int((budget - plain) / (1 + self.decoder_cost))
         stop = min(span.total, start + count)
         if stop <= start:
             return 0.0
