@@ -274,7 +274,7 @@ def serve(
     try:
         from kvist.server.main import serve as run_server
     except ModuleNotFoundError as error:
-        raise ValueError(f"the server needs {error.name}, which is not installed; pip install 'kvist[serve]'") from error
+        raise ValueError(f"the server needs {error.name}, which is missing; pip install '.[serve]' in the checkout") from error
     run_server(model, context.args, config)
 
 

@@ -213,4 +213,4 @@ def test_off_loads_nothing_and_missing_is_said() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     lines = result.stdout.splitlines()
     assert lines[0] == "[]", result.stdout + result.stderr
-    assert "pip install 'kvist[otel]'" in lines[1]
+    assert "pip install '.[otel]'" in lines[1]

@@ -223,7 +223,7 @@ def run_chat(model: str, options: ChatOptions, launching: LaunchOptions) -> None
 
 def _welcome(chat: Chat, edits: bool) -> str:
     what = "continues your text" if chat.conversation.kind == "text" else "chats"
-    editing = "" if edits else "; pip install 'kvist[chat]' for editing lines"
+    editing = "" if edits else "; pip install '.[chat]' in the checkout for editing lines"
     return f"{chat.served.name} {what}, {chat.served.context:,} tokens; /help lists the commands{editing}"
 
 

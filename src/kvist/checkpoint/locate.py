@@ -60,7 +60,7 @@ def _from_hub(name: str, revision: str | None, searched: list[str]) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise ModelNotFound(
-            f"no model {name!r}. Looked for: {places} (not tried: huggingface_hub is missing; pip install 'kvist[hub]')"
+            f"no model {name!r}. Looked for: {places} (not tried: no huggingface_hub; pip install '.[hub]' in the checkout)"
         ) from error
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))

@@ -340,7 +340,7 @@ class Engine:
         for piece, count, finite in zip(pieces, result.counts, result.finite, strict=True):
             first, at, job = at, at + count, piece.job
             if not finite:
-                error = NonFiniteLogits(f"positions {piece.start}..{piece.stop - 1} are not finite; the request cannot go on")
+                error = NonFiniteLogits(f"positions {piece.start}..{piece.stop - 1} are not finite")
                 self._end(job, "error", error=error, keep=False)
                 continue
             if job.state is State.PREFILL:

@@ -20,7 +20,10 @@ class QueueFull(RuntimeError):
 
 
 class NonFiniteLogits(RuntimeError):
-    """The model produced NaN or infinity for a request; its state is not to be used again."""
+    """The model produced NaN or infinity for a request (`what` says where); its state is not to be used again."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; this request ends here. If every prompt does so, `kvist checkpoint verify` reads the weights")
 
 
 class DeadlineExceeded(RuntimeError):

@@ -111,7 +111,7 @@ class Microscope:
             )
         scores_V = recording.logits_V.double()
         if not bool(scores_V.isfinite().all()):
-            raise NonFiniteLogits(f"logits behind position {recording.position} are not finite; nothing can be shown")
+            raise NonFiniteLogits(f"logits behind position {recording.position} are not finite")
         chosen = scores_V[output[-1]]
         better = (scores_V > chosen) | ((scores_V == chosen) & (torch.arange(len(scores_V)) < output[-1]))
         return View(

@@ -91,7 +91,7 @@ class Reply:
             if position + 1 >= len(prompt) or position + 1 != len(self.prompt_logprobs):
                 continue
             if not np.isfinite(row_V).all():
-                raise NonFiniteLogits(f"logits for position {position + 1} are not finite; the request cannot go on")
+                raise NonFiniteLogits(f"logits for position {position + 1} are not finite")
             self.prompt_logprobs.append(row_logprobs(row_V, int(prompt[position + 1]), top))
 
     def allowed(self, drafts: Sequence[int]) -> int:

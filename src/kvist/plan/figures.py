@@ -20,7 +20,7 @@ def write_figures(report: PlanReport, folder: str | Path) -> list[Path]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("figures need matplotlib: pip install 'kvist[plot]'") from error
+        raise ValueError("figures need matplotlib: pip install '.[plot]' in the checkout") from error
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -109,7 +109,7 @@ def otlp_tracing() -> Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise ValueError(f"tracing needs {error.name}, which is not installed; pip install 'kvist[otel]'") from error
+        raise ValueError(f"tracing needs {error.name}, which is missing; pip install '.[otel]' in the checkout") from error
     named = Resource.create({SERVICE_NAME: "kvist"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -39,7 +39,7 @@ def change(
 
 def not_finite(position: int) -> NonFiniteLogits:
     """The error of a row in which the model left NaN or infinity."""
-    return NonFiniteLogits(f"logits for position {position} are not finite; the request cannot go on")
+    return NonFiniteLogits(f"logits for position {position} are not finite")
 
 
 def adjust(logits_V: Row, params: SamplingParams, history: History | Ahead | None) -> None:

@@ -298,6 +298,6 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise GrammarSupportMissing(
-            "this request has a grammar, and llguidance, which compiles grammars, is not installed; pip install 'kvist[grammar]'"
+            "this request has a grammar and llguidance, which compiles it, is missing; pip install '.[grammar]' in the checkout"
         ) from error
     return llguidance
