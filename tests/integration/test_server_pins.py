@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import Iterator
@@ -237,6 +238,35 @@ def test_a_damaged_list_is_named(tmp_path: Path, text: str) -> None:
         assert call(live, "POST", name="fresh", prompt="text").status_code == 200
         assert [name for name, _ in live.service.pinner._saved()] == ["fresh"]
         assert (tmp_path / "pins.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_list_is_taken_over(tmp_path: Path) -> None:
+    """What an earlier process had pinned is pinned again, whatever is wrong with the settings; until then it stays listed."""
+    ids = [0, *TOKENIZER.encode(PREFIX)]
+    too_long = [5] * (CONTEXT * 2)
+    listed = [{"name": "old", "ids": ids}, {"name": "long", "ids": too_long}]
+    (tmp_path / "pins.json").write_text(json.dumps({"format": 1, "pins": listed}))
+    with serving(pinning(folder=tmp_path), admin_keys=[ADMIN]) as live:
+        pinner = live.service.pinner
+        assert pinner is not None
+        assert call(live, "POST", name="new", prompt="text").status_code == 200
+        assert {name for name, _ in pinner._saved()} == {"old", "long", "new"}, "nothing is lost before it is pinned again"
+
+        async def broken() -> list[tuple[str, list[int]]]:
+            raise ValueError("a file that is not there")
+
+        async def keep() -> None:
+            keeping = asyncio.ensure_future(pinner.keep(broken))
+            async with asyncio.timeout(30):
+                while len(pinner.pins) < 2:
+                    await asyncio.sleep(0.02)
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+        asyncio.run(keep())
+        assert [pin["name"] for pin in call(live, "GET").json()["data"]] == ["new", "old"]
+        assert call(live, "DELETE", "/long").status_code == 200, "what could not be pinned can be taken off the list"
+        assert {name for name, _ in pinner._saved()} == {"old", "new"}
 
 
 def test_a_prefix_that_does_not_stay_is_not_pinned(live: Live) -> None:

@@ -50,6 +50,11 @@ class Pinner:
         self._holder, self._engine, self._salts = holder, engine, tuple(salts)
         self._context, self._deadline_s = context, deadline_s
         self._pins: dict[str, Pinned] = {}
+        self._coming: dict[str, list[int]] = {}
+        try:
+            self._coming = dict(self._saved())
+        except (ValueError, OSError) as error:
+            note("pins", level=logging.ERROR, error=error)
         self._turn = asyncio.Lock()
 
     @property
@@ -85,6 +90,7 @@ class Pinner:
             self._require_room(len(ids))
             pin = await self._computed(name, tuple(ids), source)
             self._pins[name] = pin
+            self._coming.pop(name, None)
             await asyncio.to_thread(self._save)
         note("pinned", name=name, tokens=len(ids), pages=pin.pages, cached_tokens=pin.cached_tokens, seconds=pin.seconds)
         return pin
@@ -93,9 +99,10 @@ class Pinner:
         """Let go of a prefix; its pages may then be evicted like others. Raises ApiError."""
         async with self._turn:
             pin = self._pins.pop(name, None)
-            if pin is None:
+            if pin is None and self._coming.pop(name, None) is None:
                 raise ApiError("pin_not_found", f"no pin {name[:80]!r}; GET /kvist/pins lists them")
-            await self._let_go(pin.held)
+            if pin is not None:
+                await self._let_go(pin.held)
             await asyncio.to_thread(self._save)
         note("unpinned", name=name)
 
@@ -105,16 +112,15 @@ class Pinner:
         What cannot be pinned is logged and left out: the server serves all the same.
         """
         try:
-            lists = [("settings", await wanted()), ("api", await asyncio.to_thread(self._saved))]
+            named = [("settings", name, ids) for name, ids in await wanted()]
         except (ApiError, ValueError, OSError) as error:
             note("pins", level=logging.ERROR, error=error)
-            lists = []
-        for source, entries in lists:
-            for name, ids in entries:
-                try:
-                    await self.pin(name, ids, source)
-                except ApiError as error:
-                    note("not pinned", level=logging.ERROR, name=name, reason=error.message)
+            named = []
+        for source, name, ids in [*named, *(("api", name, ids) for name, ids in self._coming.items())]:
+            try:
+                await self.pin(name, ids, source)
+            except ApiError as error:
+                note("not pinned", level=logging.ERROR, name=name, reason=error.message)
         while True:
             await asyncio.sleep(TOUCH_S)
             await self._holder.touch()
@@ -181,10 +187,14 @@ class Pinner:
             await self._holder.release(pin)
 
     def _save(self) -> None:
-        """Write the list of pins that came over the API, for the next process. Token ids only; readable by the owner only."""
+        """Write the list of pins that came over the API, those of an earlier process that are not pinned again yet included.
+
+        Token ids only; readable by the owner only.
+        """
         if self._holder.folder is None:
             return
         kept = [{"name": pin.name, "ids": pin.ids} for pin in self._pins.values() if pin.source == "api"]
+        kept += [{"name": name, "ids": tuple(ids)} for name, ids in self._coming.items()]
         target = self._holder.folder / FILE_NAME
         fresh = target.with_suffix(".new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
