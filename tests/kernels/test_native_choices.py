@@ -12,6 +12,7 @@ import torch
 
 from kvist.kernels.experts import ResidentBank, experts
 from kvist.kernels.index_select import select
+from kvist.kernels.linear import linear
 from kvist.kernels.native import build
 from kvist.kernels.quantise import quantise
 from kvist.kernels.sparse_attention import sparse_attention
@@ -235,3 +236,17 @@ def test_a_compiler_that_is_none_is_named(monkeypatch, caplog):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert build.library.__wrapped__() is None
     assert "no C compiler (no-such-compiler -O2) on PATH" in caplog.text
+
+
+def test_rows_that_do_not_divide_into_groups_are_refused() -> None:
+    """Native quantisers take whole groups of 32: a hidden width of 40 or a row of 48 must not be read past its end."""
+    ids, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+
+    class Odd(ResidentBank):
+        def expert(self, index: int):
+            return torch.randn(40, 32), torch.randn(32, 40), torch.randn(40, 32)
+
+    with pytest.raises(ValueError, match="rows of 40 values"):
+        experts(torch.randn(2, 32), ids, weights, Odd(), limit=7.0, form="fp8", impl="cpu")
+    with pytest.raises(ValueError, match="rows of 48 values"):
+        linear(torch.randn(2, 48), torch.randn(16, 48), form="fp8", impl="cpu")

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvist.kernels.experts.bank import ExpertBank, Triple
 from kvist.kernels.experts.ref import experts_ref
 from kvist.kernels.native import Packed, f32, i64, native_or_none, packed, reference_runs, refuse_gradients, threads
+from kvist.kernels.quantise.cpu import check_groups
 
 SHARED_ID = -1
 PackedTriple = tuple[Packed, Packed, Packed]
@@ -69,6 +70,8 @@ def _add_experts(
 ) -> None:
     """Add the chosen experts' outputs to `out_ND`, which is set to zero first unless `begun`."""
     count = len(chosen)
+    hidden = chosen[0][1][0].outputs if chosen else 0
+    check_groups(form, hidden)
     tables = (ctypes.c_void_p * (3 * count))(*[part.pointer for _, triple in chosen for part in triple])
     numbers = (ctypes.c_int64 * count)(*[index for index, _ in chosen])
     kinds = (ctypes.c_int32 * count)(*[triple[0].kind for _, triple in chosen])
@@ -84,7 +87,7 @@ def _add_experts(
         ids.shape[1],
         count,
         x.shape[1],
-        chosen[0][1][0].outputs if chosen else 0,
+        hidden,
         limit,
         form is not None,
         begun,

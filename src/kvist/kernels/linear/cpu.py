@@ -11,6 +11,7 @@ from torch import Tensor
 from kvist.kernels.linear.ref import linear_ref
 from kvist.kernels.native import f32, format_code, native_or_none, packed, refuse_gradients, threads
 from kvist.kernels.quantise import quantise
+from kvist.kernels.quantise.cpu import check_groups
 
 
 def linear_cpu(x_NI: Tensor, w_OI: Tensor, form: str | None, quantised: bool, groups: int) -> Tensor:
@@ -27,6 +28,7 @@ def linear_cpu(x_NI: Tensor, w_OI: Tensor, form: str | None, quantised: bool, gr
     outputs, inputs = w_OI.shape
     if source.shape[-1] != inputs * groups:
         raise ValueError(f"rows of {source.shape[-1]} channels for a weight of {groups} x {inputs} inputs")
+    check_groups(form, inputs * groups)
     shape = (*source.shape[:-1], outputs)
     out = torch.empty(shape, dtype=torch.float32)
     code = -1 if form is None else format_code(form)

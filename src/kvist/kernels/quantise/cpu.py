@@ -12,6 +12,12 @@ from kvist.kernels.native import f32, format_code, native_or_none, refuse_gradie
 GROUP = {"fp8": 32, "mxfp4": 32, "main_fp4": 16}
 
 
+def check_groups(form: str | None, width: int) -> None:
+    """ValueError if rows of `width` values do not divide into the format's groups; native code would read past them."""
+    if form is not None and width % GROUP[form]:
+        raise ValueError(f"rows of {width} values, not a multiple of the {GROUP[form]} of a group of {form}; pad them with zeros")
+
+
 def quantise_cpu(x: Tensor, form: str, reference: Callable[[Tensor], Tensor]) -> Tensor:
     """See `quantise`."""
     native = native_or_none()
