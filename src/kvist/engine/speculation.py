@@ -90,8 +90,8 @@ class CostTable:
     """Seconds by size: a running mean at every size seen, straight lines between, the last slope beyond."""
 
     def __init__(self, most: int) -> None:
-        self.seconds = np.zeros(most + 1)
-        self.seen = np.zeros(most + 1, dtype=np.int64)
+        self.seconds = [0.0] * (most + 1)
+        self.seen = [0] * (most + 1)
         self._line: list[float] = []
 
     def add(self, size: int, seconds: float) -> None:
@@ -108,23 +108,25 @@ class CostTable:
 
     def measured(self, size: int) -> bool:
         """Whether there is a value for exactly this size."""
-        return bool(self.seen[min(size, len(self.seen) - 1)] > 1)
+        return self.seen[min(size, len(self.seen) - 1)] > 1
 
     def at(self, size: int) -> float | None:
         """Seconds expected at a size; None before anything is known."""
         size = min(size, len(self.seen) - 1)
         if self.seen[size] > 1:
-            return float(self.seconds[size])
+            return self.seconds[size]
         return self.line[size] if self.line else None
 
     @property
     def line(self) -> list[float]:
         """Seconds expected at every size; empty before anything is known."""
-        known = np.flatnonzero(self.seen > 1)
-        if self._line or not len(known):
+        if self._line:
             return self._line
-        sizes, low, high = np.arange(len(self.seen)), int(known[0]), int(known[-1])
-        values = np.interp(sizes, known, self.seconds[known])
+        known = [size for size, times in enumerate(self.seen) if times > 1]
+        if not known:
+            return []
+        sizes, low, high = np.arange(len(self.seen)), known[0], known[-1]
+        values = np.interp(sizes, known, [self.seconds[size] for size in known])
         if len(known) > 1:
             slope = max(0.0, (self.seconds[high] - self.seconds[low]) / (high - low))
             values[high:] = self.seconds[high] + slope * (sizes[high:] - high)
