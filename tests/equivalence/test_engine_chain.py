@@ -20,7 +20,7 @@ from tests.equivalence.conftest import toy
 from tests.equivalence.engine_traces import LuckyDrafter, Outcome, Watched, continuation, draw_config, draw_requests, judge
 
 FEW = range(2)
-MANY = range(2, 200)
+MANY = range(2, 80)
 
 
 def run_trace(seed: int, model: Transformer | None = None) -> dict[str, int]:
