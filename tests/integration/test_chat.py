@@ -142,7 +142,7 @@ def test_through_pipes(tmp_path: Path) -> None:
     )
     assert chat.returncode == 0, chat.stderr
     assert "start with --mode text" in chat.stderr
-    assert "no pages are kept on disk" in chat.stderr
+    assert "this process writes no pages" in chat.stderr
     kept = json.loads((tmp_path / "sessions" / "t.json").read_text())["conversation"]["messages"]
     assert [message["role"] for message in kept] == ["user", "assistant"]
 

@@ -138,7 +138,7 @@ class Chat:
     def _save(self, name: str) -> None:
         file = self.files.save(name, self.conversation.plain())
         if self.flush is None:
-            self.say(f"saved as {name} ({file}); no pages are kept on disk, so loading it computes it again")
+            self.say(f"saved as {name} ({file}); this process writes no pages, so loading it may compute it again")
         elif self.flush(FLUSH_S):
             self.say(f"saved as {name} ({file})")
         else:
