@@ -26,8 +26,8 @@ MEANING = {
     "fp4_factor": "float f = of_e4m3(e4m3) * ldexpf(1, 117); return two_bfloats(f, f);",
     "copy_word": "*to = *(const u32*)from;",
     "copy_unit": "real ? memcpy(to, from, 16) : memset(to, 0, 16);",
-    "product_64": "multiply(d, 64, nullptr, a, b, keep, false);",
-    "product_256": "multiply(d, 256, nullptr, a, b, keep, true);",
+    "product_scores": "multiply(d, 64, nullptr, a, b, keep, false);",
+    "product_values": "multiply(d, 128, nullptr, a, b, keep, true);",
     "product_32": "multiply(d, 32, a, 0, b, keep, false);",
     "product_128": "multiply(d, 128, a, 0, b, keep, false);",
 }

@@ -23,7 +23,7 @@ from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
-THREADS = {"attend": 384, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384}
+THREADS = {"attend": 512, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 // Joint attention of 64 heads x 512 channels over FP8 window rows and FP4 rows in pages, for Hopper (sm_90a).
 //
-// A block owns one query, up to 64 of its heads and a share of its tiles of 64 keys. One warpgroup expands packed rows to bfloat16
-// tiles in shared memory; two multiply: the first scores even tiles, the second odd ones, and each sums its half of the channels.
+// A block owns one query, up to 64 of its heads and a share of its tiles of 64 keys. Two warpgroups expand packed rows to bfloat16
+// tiles in shared memory, a half of each; two multiply: the first scores even tiles, the second odd ones, and each sums its half of the channels.
 // Values are kept times 2^-9, so that a code and its scale need one product. Knows no requests and no layers.
 
 typedef unsigned char u8;
@@ -13,6 +13,7 @@ static const int TILE = 64;             // keys
 static const int CHANNELS = 512;
 static const int CHUNK = TILE * 128;    // bytes of 64 channels of a tile: rows of 128 bytes, swizzled
 static const int MOST_TILES = 10;       // a share
+static const int PRODUCERS = 256;       // threads that expand rows: a warpgroup for each half of a tile
 static const int Q_AT = 0, K_AT = 65536, P_AT = 196608, ROWS_AT = 212992;
 static const int STATS_AT = ROWS_AT + 2 * MOST_TILES * TILE * 8;
 static const int BARRIERS_AT = STATS_AT + 2048;
@@ -50,7 +51,7 @@ template <int LEFT> __device__ __forceinline__ void products_wait() {
 }
 
 // A 64 x 64 (heads x 16 channels a step), B keys x channels: both contiguous in channels.
-__device__ __forceinline__ void product_64(float (&d)[32], u32 a, u32 b, int keep) {
+__device__ __forceinline__ void product_scores(float (&d)[32], u32 a, u32 b, int keep) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, " HIGH "};\nmov.b64 b, {%33, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -64,18 +65,14 @@ __device__ __forceinline__ void product_64(float (&d)[32], u32 a, u32 b, int kee
       : "r"(a), "r"(b), "r"(keep));
 }
 
-__device__ __forceinline__ void product_256(float (&d)[128], u32 a, u32 b, int keep) {
+__device__ __forceinline__ void product_values(float (&d)[64], u32 a, u32 b, int keep) {
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\nmov.b64 a, {%128, " HIGH "};\nmov.b64 b, {%129, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, " HIGH "};\nmov.b64 b, {%65, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, a, b, p, 1, 1, 0, 1;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -84,15 +81,7 @@ __device__ __forceinline__ void product_256(float (&d)[128], u32 a, u32 b, int k
         "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a), "r"(b), "r"(keep));
 }
 
@@ -180,7 +169,7 @@ __device__ __forceinline__ Item item_of(const Call& c, int number) {
   return x;
 }
 
-// One unit of a producer thread's loads: 32 FP4 rows, or 16 FP8 rows, 128 threads together.
+// A producer thread's loads, 128 threads together: 32 FP4 rows, or 16 FP8 rows, whose place in `scale` is that of their first code.
 struct Unit {
   uint2 code[8];
   u32 scale[8];
@@ -189,7 +178,7 @@ struct Unit {
 struct Producer {
   const Call& c;
   u8* shared;
-  int warp, lane, window_tiles;
+  int half, warp, lane, window_tiles;
 
   __device__ __forceinline__ uint2* rows(int item) { return (uint2*)(shared + ROWS_AT + (item & 1) * MOST_TILES * TILE * 8); }
 
@@ -199,8 +188,8 @@ struct Producer {
     uint2* to = rows(item);
     int start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
 #pragma unroll
-    for (int j = 0; j < MOST_TILES * TILE / 128; j++) {
-      int i = j * 128 + warp * 32 + lane;
+    for (int j = 0; j < (MOST_TILES * TILE + PRODUCERS - 1) / PRODUCERS; j++) {
+      int i = j * PRODUCERS + half * 128 + warp * 32 + lane;
       if (i >= x.tiles * TILE) break;
       int key = x.first * TILE + i, chosen = key - window_tiles * TILE;
       if (chosen >= 0 && chosen < c.selected) copy_word(&to[i].y, c.topk + (i64)x.n * c.selected + chosen);
@@ -211,8 +200,8 @@ struct Producer {
     uint2* to = rows(item);
     const int* table = c.table + (i64)slot * c.table_width;
 #pragma unroll
-    for (int j = 0; j < MOST_TILES * TILE / 128; j++) {
-      int i = j * 128 + warp * 32 + lane;
+    for (int j = 0; j < (MOST_TILES * TILE + PRODUCERS - 1) / PRODUCERS; j++) {
+      int i = j * PRODUCERS + half * 128 + warp * 32 + lane;
       if (i >= x.tiles * TILE) break;
       u32 row = to[i].y;
       if (x.first * TILE + i < window_tiles * TILE || (int)row < 0) continue;
@@ -231,104 +220,69 @@ struct Producer {
   __device__ __forceinline__ void copies_but_last_wait() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
   __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-  __device__ __forceinline__ void load(Unit& u, const Item& x, int item, int slot, int tile, int part) {
-    const uint2* from = rows(item) + tile * TILE;
-    int q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
-    if (x.first + tile < window_tiles) {
-      const u8 *codes = c.window + slot * c.slot_stride + chunk * 64 + q * 16;
-      const u8 *scales = c.window_scales + slot * c.slot_scale_stride + chunk * 2 + (q >> 1);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint2 at = from[part * 16 + warp * 4 + 2 * r + pair];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          uint4 v = make_uint4(0, 0, 0, 0);
-          u32 s = 0;
-          if (at.y != ~0u) {
-            v = __ldg((const uint4*)(codes + (i64)at.y * c.window_stride + i * 256));
-            s = __ldg(scales + (i64)at.y * c.scale_stride + i * 8);
-          }
-          u.code[4 * r + 2 * i] = make_uint2(v.x, v.y);
-          u.code[4 * r + 2 * i + 1] = make_uint2(v.z, v.w);
-          u.scale[2 * r + i] = s;
-        }
-      }
-    } else {
-      const u8 *codes = c.pages + c.main_codes + chunk * 32 + q * 8, *scales = c.pages + c.main_scales + chunk * 4 + q;
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        uint2 at = from[part * 32 + warp * 8 + 2 * r + pair];
-        i64 page = (i64)at.x * c.page_bytes;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          uint2 v = make_uint2(0, 0);
-          u32 s = 0;
-          if (at.y != ~0u) {
-            v = __ldg((const uint2*)(codes + page + at.y * 256 + i * 128));
-            s = __ldg(scales + page + at.y * 32 + i * 16);
-          }
-          u.code[2 * r + i] = v;
-          u.scale[2 * r + i] = s;
-        }
-      }
+  // Rows of 288 bytes: two of a warp's eight, a quarter of their channels twice.
+  __device__ __forceinline__ void load_fp4(Unit& u, int r, int i, const uint2* from) {
+    int q = lane & 3, pair = (lane >> 2) & 1, chunk = (lane >> 3) + 4 * i;
+    uint2 at = from[warp * 8 + 2 * r + pair];
+    const u8* page = c.pages + (i64)at.x * c.page_bytes;
+    u.code[2 * r + i] = make_uint2(0, 0);
+    u.scale[2 * r + i] = 0;
+    if (at.y != ~0u) {
+      u.code[2 * r + i] = __ldg((const uint2*)(page + c.main_codes + at.y * 256 + chunk * 32 + q * 8));
+      u.scale[2 * r + i] = __ldg(page + c.main_scales + at.y * 32 + chunk * 4 + q);
     }
   }
-
+  __device__ __forceinline__ void load_fp8(Unit& u, int r, int i, const uint2* from, int slot) {
+    int q = lane & 3, pair = (lane >> 2) & 1, chunk = (lane >> 3) + 4 * i;
+    uint2 at = from[warp * 4 + 2 * r + pair];
+    uint4 v = make_uint4(0, 0, 0, 0);
+    u.scale[4 * r + 2 * i] = 0;
+    if (at.y != ~0u) {
+      v = __ldg((const uint4*)(c.window + slot * c.slot_stride + at.y * c.window_stride + chunk * 64 + q * 16));
+      u.scale[4 * r + 2 * i] = __ldg(c.window_scales + slot * c.slot_scale_stride + at.y * c.scale_stride + chunk * 2 + (q >> 1));
+    }
+    u.code[4 * r + 2 * i] = make_uint2(v.x, v.y);
+    u.code[4 * r + 2 * i + 1] = make_uint2(v.z, v.w);
+  }
   __device__ __forceinline__ void put(u8* tile, int row, int chunk, int unit, uint4 v) {
     *(uint4*)(tile + chunk * CHUNK + row * 128 + ((unit ^ (row & 7)) << 4)) = v;
   }
-
-  // Expand a unit into its tile. `part` counts units of this kind within the tile.
-  __device__ __forceinline__ void store(const Unit& u, u8* tile, bool window, int part) {
-    int q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
-    if (window) {
+  __device__ __forceinline__ void store_fp4(const Unit& u, int r, int i, u8* tile) {
+    int q = lane & 3, pair = (lane >> 2) & 1, chunk = (lane >> 3) + 4 * i, row = half * 32 + warp * 8 + 2 * r + pair;
+    u32 f = fp4_factor(u.scale[2 * r + i]);
+    put(tile, row, chunk, 2 * q, expand_fp4(u.code[2 * r + i].x, f));
+    put(tile, row, chunk, 2 * q + 1, expand_fp4(u.code[2 * r + i].y, f));
+  }
+  __device__ __forceinline__ void store_fp8(const Unit& u, int r, int i, u8* tile, int part) {
+    int q = lane & 3, pair = (lane >> 2) & 1, chunk = (lane >> 3) + 4 * i;
+    u32 f = fp8_factor(u.scale[4 * r + 2 * i]);
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        int row = part * 16 + warp * 4 + 2 * r + pair;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          u32 f = fp8_factor(u.scale[2 * r + i]);
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            uint2 w = u.code[4 * r + 2 * i + j];
-            uint4 v;
-            v.x = expand_fp8(__byte_perm(w.x, 0, 0x1404), f);
-            v.y = expand_fp8(__byte_perm(w.x, 0, 0x3424), f);
-            v.z = expand_fp8(__byte_perm(w.y, 0, 0x1404), f);
-            v.w = expand_fp8(__byte_perm(w.y, 0, 0x3424), f);
-            put(tile, row, chunk + 4 * i, 2 * q + j, v);
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int row = part * 32 + warp * 8 + 2 * r + pair;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          u32 f = fp4_factor(u.scale[2 * r + i]);
-          put(tile, row, chunk + 4 * i, 2 * q, expand_fp4(u.code[2 * r + i].x, f));
-          put(tile, row, chunk + 4 * i, 2 * q + 1, expand_fp4(u.code[2 * r + i].y, f));
-        }
-      }
+    for (int j = 0; j < 2; j++) {
+      uint2 w = u.code[4 * r + 2 * i + j];
+      uint4 v;
+      v.x = expand_fp8(__byte_perm(w.x, 0, 0x1404), f);
+      v.y = expand_fp8(__byte_perm(w.x, 0, 0x3424), f);
+      v.z = expand_fp8(__byte_perm(w.y, 0, 0x1404), f);
+      v.w = expand_fp8(__byte_perm(w.y, 0, 0x3424), f);
+      put(tile, half * 32 + part * 16 + warp * 4 + 2 * r + pair, chunk, 2 * q + j, v);
     }
   }
 
-  // Queries of an item into shared memory, rotated where a table is given. A thread has one unit of 8 channels of every other head.
+  // Queries of an item into shared memory, rotated where a table is given. A thread has one unit of 8 channels of every fourth head.
   __device__ void load_queries(const Item& x) {
     int first_turned = c.turned ? (CHANNELS - 2 * c.turned) / 8 : CHANNELS;
-    int unit = (warp * 32 + lane) & 63, first = warp >> 1;
+    int unit = (warp * 32 + lane) & 63, first = half * 2 + (warp >> 1);
     u8* to = shared + Q_AT + (unit >> 3) * CHUNK;
     const u8* from = c.q + ((i64)x.n * c.heads + x.head) * CHANNELS * 2 + unit * 16;
     if (unit < first_turned) {
 #pragma unroll 8
-      for (int i = 0; i < 32; i++) {
-        int row = first + 2 * i;
+      for (int i = 0; i < 16; i++) {
+        int row = first + 4 * i;
         bool real = x.head + row < c.heads;
         copy_unit(to + row * 128 + (((unit & 7) ^ (row & 7)) << 4), from + (real ? row : 0) * CHANNELS * 2, real);
       }
     } else {
-      for (int row = first; row < 64; row += 2) {
+      for (int row = first; row < 64; row += 4) {
         uint4 v = make_uint4(0, 0, 0, 0);
         if (x.head + row < c.heads) v = *(const uint4*)(from + row * CHANNELS * 2);
         u32 pairs[4] = {v.x, v.y, v.z, v.w};
@@ -357,8 +311,8 @@ struct Barriers {
 static const int VALID_AT = BARRIERS_AT + 128;
 
 __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
-  int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  Producer p{c, shared, warp, lane, (c.window_length + TILE - 1) / TILE};
+  int half = (threadIdx.x >> 7) - 2, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  Producer p{c, shared, half, warp, lane, (c.window_length + TILE - 1) / TILE};
   u32* valid = (u32*)(shared + VALID_AT);
   u32 filled = 0;  // bit b: parity of buffer b's uses
   int item = 0, number = blockIdx.x;
@@ -371,47 +325,62 @@ __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
   p.load_queries(x);
   p.copies_end();
   p.copies_but_last_wait();
-  group_barrier(2, 128);
+  group_barrier(2, PRODUCERS);
   for (; number < items; number += gridDim.x, item++) {
-    Unit units[2];
     int windows = min(max(p.window_tiles - x.first, 0), x.tiles);
-    int count = 4 * windows + 2 * (x.tiles - windows);
-    // Unit u of the item: its tile, and its part of it.
-    auto tile_of = [&](int u) { return u < 4 * windows ? u >> 2 : windows + ((u - 4 * windows) >> 1); };
-    auto part_of = [&](int u) { return u < 4 * windows ? u & 3 : (u - 4 * windows) & 1; };
     bool more = number + gridDim.x < items;
     Item next = more ? item_of(c, number + gridDim.x) : x;
     int next_slot = c.slots[next.n];
-    p.load(units[0], x, item, slot, tile_of(0), part_of(0));
-    if (count > 1) p.load(units[1], x, item, slot, tile_of(1), part_of(1));
+    const uint2* rows = p.rows(item) + half * 32;
+    Unit unit;
+    // The first tile's rows are on their way while the queries are fetched.
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      if (windows == 0) p.load_fp4(unit, k >> 1, k & 1, rows);
+      else if (k % 2 == 0) p.load_fp8(unit, k >> 2, (k >> 1) & 1, rows, slot);
+    }
     if (item > 0) {
       wait(bars.queries_free(), (item - 1) & 1);
       p.load_queries(x);
     }
     if (more) p.ask_ids(next, item + 1);
-    for (int u = 0; u < count; u += 2) {
+    for (int tile = 0; tile < x.tiles; tile++, rows += TILE) {
+      int b = tile & 1;
+      u8* to = shared + K_AT + b * 8 * CHUNK;
+      wait(bars.free_(b, half), ((filled >> b) & 1) ^ 1);
+      // A value that has been expanded makes room for one of the rows after it.
+      if (tile < windows) {
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        if (u + k >= count) break;
-        int tile = tile_of(u + k), part = part_of(u + k), b = tile & 1;
-        bool window = tile < windows;
-        int half = window ? part >> 1 : part;
-        bool opens = !window || (part & 1) == 0, closes = !window || (part & 1) == 1;
-        if (opens) wait(bars.free_(b, half), ((filled >> b) & 1) ^ 1);
-        p.store(units[k], shared + K_AT + b * 8 * CHUNK, window, part);
-        if (closes) {
-          if (warp == 0) {
-            u32 here = __ballot_sync(~0u, p.rows(item)[tile * TILE + half * 32 + lane].y != ~0u);
-            if (lane == 0) valid[2 * b + half] = here;
-          }
-          publish_writes();
-          __syncwarp();
-          if (lane == 0) arrive(bars.full(b, half));
-          if (half == 1) filled ^= 1u << b;
+        for (int k = 0; k < 4; k++) {
+          p.store_fp8(unit, k >> 1, k & 1, to, 0);
+          p.load_fp8(unit, k >> 1, k & 1, rows + 16, slot);
         }
-        if (u + k + 2 < count) p.load(units[k], x, item, slot, tile_of(u + k + 2), part_of(u + k + 2));
+        bool fp8 = tile + 1 < windows;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          p.store_fp8(unit, k >> 1, k & 1, to, 1);
+          if (fp8) p.load_fp8(unit, k >> 1, k & 1, rows + TILE, slot);
+        }
+        if (!fp8 && tile + 1 < x.tiles)
+#pragma unroll
+          for (int k = 0; k < 8; k++) p.load_fp4(unit, k >> 1, k & 1, rows + TILE);
+      } else {
+        bool last = tile + 1 == x.tiles;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          p.store_fp4(unit, k >> 1, k & 1, to);
+          if (!last) p.load_fp4(unit, k >> 1, k & 1, rows + TILE);
+        }
       }
-      if (u == 0) {
+      if (warp == 0) {
+        u32 here = __ballot_sync(~0u, rows[lane].y != ~0u);
+        if (lane == 0) valid[2 * b + half] = here;
+      }
+      publish_writes();
+      __syncwarp();
+      if (lane == 0) arrive(bars.full(b, half));
+      filled ^= 1u << b;
+      if (tile == 0) {
         p.copies_wait();
         publish_writes();
         __syncwarp();
@@ -420,7 +389,7 @@ __device__ void produce(const Call& c, u8* shared, Barriers bars, int items) {
       }
     }
     p.copies_wait();
-    group_barrier(2, 128);
+    group_barrier(2, PRODUCERS);
     x = next;
     slot = next_slot;
   }
@@ -445,7 +414,7 @@ struct Consumer {
     for (int chunk = 0; chunk < 8; chunk++)
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        product_64(s, q + chunk * (CHUNK / 16) + step * 2, k + chunk * (CHUNK / 16) + step * 2, chunk + step > 0);
+        product_scores(s, q + chunk * (CHUNK / 16) + step * 2, k + chunk * (CHUNK / 16) + step * 2, chunk + step > 0);
     products_end();
   }
 
@@ -503,25 +472,24 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void shrink_sums(float (&acc)[128], const float (&shrink)[2]) {
+  __device__ __forceinline__ void shrink_sums(float (&acc)[2][64], const float (&shrink)[2]) {
     if (__all_sync(~0u, shrink[0] == 1.f && shrink[1] == 1.f)) return;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-      acc[4 * i] *= shrink[0];
-      acc[4 * i + 1] *= shrink[0];
-      acc[4 * i + 2] *= shrink[1];
-      acc[4 * i + 3] *= shrink[1];
+    for (int i = 0; i < 64; i++) {
+      acc[0][i] *= shrink[(i >> 1) & 1];
+      acc[1][i] *= shrink[(i >> 1) & 1];
     }
   }
 
   // acc += probabilities x values of the tile in buffer b, this group's half of the channels.
-  __device__ __forceinline__ void gather(float (&acc)[128], int b, bool keep) {
+  __device__ __forceinline__ void gather(float (&acc)[2][64], int b, bool keep) {
     u32 p = descriptor(shared_address(shared + P_AT + b * CHUNK), 16);
     u32 k = descriptor(shared_address(shared + K_AT + (8 * b + 4 * group) * CHUNK), CHUNK);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      product_256(acc, p + step * 2, k + step * 128, keep || step > 0);
+      product_values(acc[0], p + step * 2, k + step * 128, keep || step > 0);
+      product_values(acc[1], p + step * 2, k + step * 128 + 2 * CHUNK / 16, keep || step > 0);
       if (step & 1) products_end();
     }
   }
@@ -534,7 +502,7 @@ struct Consumer {
     if (lane == 0) arrive(bars.free_(b, 1));
   }
 
-  __device__ __forceinline__ void finish(float (&acc)[128], const Item& x, int item) {
+  __device__ __forceinline__ void finish(float (&acc)[2][64], const Item& x, int item) {
     float* mine = sums(item);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -557,7 +525,7 @@ struct Consumer {
         }
         float* to = c.shares + place * CHANNELS + channel;
 #pragma unroll
-        for (int j = 0; j < 32; j++) *(float2*)(to + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+        for (int j = 0; j < 32; j++) *(float2*)(to + 8 * j) = make_float2(acc[j >> 4][4 * (j & 15) + 2 * h], acc[j >> 4][4 * (j & 15) + 2 * h + 1]);
         continue;
       }
       // The best key alone weighs 1: a sum of 0 means no key (and NaN is not 0). 512 undoes the keys' 2^-9.
@@ -565,7 +533,7 @@ struct Consumer {
       u8* to = c.out + (((i64)x.n * c.heads + head) * CHANNELS + channel) * 2;
 #pragma unroll
       for (int j = 0; j < 32; j++) {
-        u32 v = bfloat_pair(acc[4 * j + 2 * h] * by, acc[4 * j + 2 * h + 1] * by);
+        u32 v = bfloat_pair(acc[j >> 4][4 * (j & 15) + 2 * h] * by, acc[j >> 4][4 * (j & 15) + 2 * h + 1] * by);
         int place = (channel + 8 * j) / 2 - (CHANNELS / 2 - c.turned);
         if (place >= 0)
           v = turned_pair(v, c.cosines[(i64)x.n * c.turned + place], -c.sines[(i64)x.n * c.turned + place]);
@@ -580,7 +548,7 @@ __device__ void consume(const Call& c, u8* shared, Barriers bars, int items) {
   Consumer w{c, shared, bars, group, (int)(threadIdx.x >> 5) & 3, (int)threadIdx.x & 31};
   int uses[2] = {0, 0};
   int item = 0;
-  float acc[128], s[32], shrink[2];
+  float acc[2][64], s[32], shrink[2];
   for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
     Item x = item_of(c, number);
     w.peak[0] = w.peak[1] = NONE;
@@ -642,7 +610,7 @@ __device__ void consume(const Call& c, u8* shared, Barriers bars, int items) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constant__ Call c) {
+extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
   Barriers bars{shared_address(shared + BARRIERS_AT)};
@@ -654,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
       }
       barrier_init(bars.ready(b), 4);
     }
-    barrier_init(bars.queries(), 4);
+    barrier_init(bars.queries(), 8);
     barrier_init(bars.queries_free(), 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -662,7 +630,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
   if (c.splits > 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   int items = c.queries * ((c.heads + 63) / 64) * c.splits;
   if (threadIdx.x >= 256) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
     produce(c, shared, bars, items);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");

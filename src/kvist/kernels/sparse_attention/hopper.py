@@ -106,7 +106,7 @@ def attend_hopper(
         k, codes_DRC.shape[1], window, *of_pages, 0 if rope is None else cos.shape[1], cut, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,
     )  # fmt: skip
     found = kernels(_SOURCES, _KERNELS, device.index or 0)
-    found["attend"].launch(call, min(items * cut, programs), 384)
+    found["attend"].launch(call, min(items * cut, programs), 512)
     if cut > 1:
         found["combine"].launch(call, n * heads, 128, overlap=True)
     return out
