@@ -40,7 +40,7 @@ class _Config(ctypes.Structure):
 
 
 class CudaError(RuntimeError):
-    """A CUDA driver or compiler call failed; the message holds what it said."""
+    """A CUDA driver call failed; the message holds what it said."""
 
 
 @functools.cache
@@ -77,10 +77,10 @@ def _checked(code: int, what: str) -> None:
 
 
 def compile_source(source: str, name: str, architecture: str) -> bytes:
-    """A cubin of CUDA C++ for e.g. "sm_90a". Raises CudaError with the compiler's log."""
+    """A cubin of CUDA C++ for e.g. "sm_90a". Raises GpuUnavailable with the compiler's log."""
     nvrtc, program = _compiler(), ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None):
-        raise CudaError(f"NVRTC did not take {name}")
+        raise GpuUnavailable(f"impl 'gpu': NVRTC does not take {name}; impl 'ref' runs without it")
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
@@ -88,7 +88,10 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaError(f"{name} does not compile for {architecture}: {log.value.decode(errors='replace')[:2000]}")
+        said = log.value.decode(errors="replace")[:2000]
+        raise GpuUnavailable(
+            f"impl 'gpu': {name} does not compile for {architecture}; impl 'ref' runs without it. It says:\n{said}"
+        )
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     binary = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, binary)

@@ -1,0 +1,36 @@
+"""CUDA sources without a card: a missing compiler is named, a built source is kept and not built again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvist.kernels.device import GpuUnavailable, cuda_source
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    cuda_source._compiler.cache_clear()
+    with pytest.raises(GpuUnavailable, match=r"libnvrtc\.so\.99.*use 'ref'"):
+        cuda_source.compile_source("", "empty.cu", "sm_90a")
+
+
+def test_a_built_source_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its text and architecture: the same is read, another is built."""
+    built: list[str] = []
+
+    def compiled(source: str, name: str, architecture: str) -> bytes:
+        built.append(f"{name} {architecture}")
+        return source.encode()
+
+    monkeypatch.setenv("KVIST_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_source, "compile_source", compiled)
+    for _ in range(2):
+        assert cuda_source.built("text", "some.cu", "sm_90a") == b"text"
+    assert built == ["some.cu sm_90a"]
+    assert cuda_source.built("other", "some.cu", "sm_90a") == b"other"
+    cuda_source.built("text", "some.cu", "sm_100a")
+    assert len(built) == 3
+    assert len(list(tmp_path.glob("some-*.cubin"))) == 3
