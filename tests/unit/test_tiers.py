@@ -219,3 +219,16 @@ def test_the_prefix_index_finds_pages_in_both_tiers(tmp_path: Path) -> None:
     assert [entry.tier for entry in match.lower] == ["disk", "disk", "host", "host"]
     assert match.lower[1].key == page_key(chain.digests[1], EXACT)
     tiers.close()
+
+
+def test_the_writer_survives_a_queue_that_is_dropped_while_it_waits_for_more(tmp_path: Path) -> None:
+    tiers = Tiers(host_bytes=0, store=open_store(tmp_path))
+    tiers.offer(page(0))
+    time.sleep(0.005)  # the writer is awake and lingers
+    tiers.drop([key(0)])
+    time.sleep(0.05)
+    for number in range(1, 5):
+        tiers.offer(page(number))
+    assert tiers.flush(10), "pages stay unwritten"
+    assert right(tiers, range(1, 5)) == 4 and tiers.counters.written == 4
+    assert tiers.close()

@@ -279,12 +279,17 @@ class Tiers:
 
     def _next_batch(self) -> list[Page]:
         with self._changed:
-            while not self._queue:
-                if self._closing:
-                    return []
-                self._changed.wait()
-            if not (self._hurry or self._closing) and self.queued_bytes < _BATCH_BYTES:
-                self._changed.wait(_LINGER_S)  # pages come in bursts: one transaction for those of one step
+            lingered = False
+            while not (self._queue and lingered):
+                if not self._queue:
+                    if self._closing:
+                        return []
+                    self._changed.wait()
+                    continue
+                lingered = True
+                if not (self._hurry or self._closing) and self.queued_bytes < _BATCH_BYTES:
+                    # Pages come in bursts: one transaction for those of one step. All of them may be dropped meanwhile.
+                    self._changed.wait(_LINGER_S)
             size = 0
             while self._queue and size < _BATCH_BYTES:
                 key, page = self._queue.popitem(last=False)
