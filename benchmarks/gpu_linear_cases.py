@@ -15,7 +15,7 @@ from benchmarks.cases import Options, TimedCase
 from benchmarks.gpu_timing import calls_for, copies_for, floor_us, graphed, require_equal, require_near
 from benchmarks.gpu_weights import random_panels, random_rows
 from kvist.kernels.device import PanelWeight, unpack_panels
-from kvist.kernels.linear.gpu import FEW, ONE, Cut, cut_for, product_gpu
+from kvist.kernels.linear.gpu import ONE, Cut, cut_for, product_gpu
 
 SHAPES = {
     "wq_a + wkv": (1792, 5120, 1),
@@ -26,12 +26,7 @@ SHAPES = {
     "shared w1 + w3": (4608, 5120, 1),
     "shared w2": (5120, 2304, 1),
 }
-CUTS = {
-    1: [ONE._replace(programs=264), ONE._replace(stages=6)],
-    16: [FEW._replace(panels=4, warps=8)],
-    64: [Cut(32, 2, 792, 4, 4)],
-    4096: [Cut(128, 2, 0, 8, 3)],
-}
+CUTS = {1: [ONE._replace(programs=264)], 4096: [Cut(128, 2, 0, 8, 3)]}
 
 
 def call(groups: int, cut: Cut) -> Callable[[tuple[Tensor, PanelWeight]], Tensor]:

@@ -75,6 +75,31 @@ def test_the_quantised_input_comes_with_it() -> None:
     assert torch.equal(entered.quantised_ND.cpu(), quantise(entered.h_ND.cpu(), "fp8"))
 
 
+@pytest.mark.skipif(
+    INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("rows", "width"), [(2, 128), (5, 192), (33, 64), (260, 512)])
+def test_the_cuda_pass_is_near_the_other(rows: int, width: int) -> None:
+    from kvist.kernels.hyper_connections.gpu import pass_gpu
+
+    y, x, mix, weights = sublayer(rows, width)
+    for leaving in (*on(y), None):
+        want = pass_gpu(leaving, *on(x), Mix(*on(*mix)), *on(*weights), **SIZES, quantised=True)
+        got = pass_gpu(leaving, *on(x), Mix(*on(*mix)), *on(*weights), **SIZES, quantised=True, cut="cuda")
+        assert near(got.x_NSD, want.x_NSD.cpu(), 1e-3)
+        assert near(got.h_ND, want.h_ND.cpu(), 4e-3)
+        for mine, theirs in zip(got.mix, want.mix, strict=True):
+            assert near(mine, theirs.cpu(), 1e-3)
+
+
+def test_a_cut_that_does_not_fit_is_named() -> None:
+    from kvist.kernels.hyper_connections.gpu import pass_gpu
+
+    y, x, mix, weights = sublayer(1, 64)
+    with pytest.raises(ValueError, match="the cut 'cuda' takes two or more rows"):
+        pass_gpu(*on(y, x), Mix(*on(*mix)), *on(*weights), **SIZES, cut="cuda")
+
+
 @pytest.mark.parametrize("corner", [0.0, 80.0, -80.0])
 def test_sinkhorn_at_corners(corner: float) -> None:
     """The projection is zero, so the base alone gives the logits: HCM-02 of the shared cases."""

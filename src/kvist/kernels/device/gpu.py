@@ -9,14 +9,16 @@ Shapes: a tile is [N outputs, T rows]; weights are panels of 64 outputs (`panels
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvist.kernels.device.pages import multiprocessors
+
 FP8_RECIPROCAL = tl.constexpr(0.002232142857142857)
 FP8_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4
 JUST_BELOW_TWO = tl.constexpr(1.9999998807907104)
-AHEAD_CHUNKS = tl.constexpr(4)
 
 # $4: two words of four codes; $5 to $8: the factors of the four runs, each for two elements. See FP4_BITS in panels.py.
 _FP4_ASM = tl.constexpr("""
@@ -37,48 +39,24 @@ _FP8_ASM = tl.constexpr("""
   shr.u32 t, $2, 4;  and.b32 t, t, 0x07F007F0;  lop3.b32 t, $2, 0x80008000, t, 0xEA;  mul.bf16x2 $1, t, $4;
 }
 """)
-# $1: first byte; $2: bytes. One thread asks for all of them.
-_AHEAD_ASM = tl.constexpr("""
-{
-  .reg .pred p;
-  .reg .b32 t;
-  mov.u32 t, %tid.x;
-  setp.eq.u32 p, t, 0;
-  @p cp.async.bulk.prefetch.L2.global [$1], $2;
-  mov.u32 $0, t;
-}
-""")
 
 
 @triton.jit
 def begin(PLAIN: tl.constexpr):
-    """Wait until what was launched before has ended, then let the next launch come and do what needs no results of this one.
-
-    Every program of a kernel launched early (`early`) passes here before it reads results or writes anything.
-    """
+    """Wait until what was launched before has ended. Every program of a kernel launched `early` passes here before it reads
+    results or writes anything."""
     if not PLAIN:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
-def _ahead(first, size, PLAIN: tl.constexpr):
-    """Start reading `size` bytes (a multiple of 16) from the pointer `first` on into L2."""
+def let_next(PLAIN: tl.constexpr):
+    """Let the next launch come, once all programs are here; it waits for this launch's results by itself. Called after `begin`.
+
+    Only where programs are `few`: else the next ones find multiprocessors unevenly free, and stay there.
+    """
     if not PLAIN:
-        tl.inline_asm_elementwise(_AHEAD_ASM, "=r,l,r", [first.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def panels_ahead(codes, scales, first, STEPS: tl.constexpr, K: tl.constexpr, PANELS: tl.constexpr, FP4: tl.constexpr,
-                 PLAIN: tl.constexpr):  # fmt: skip
-    """Start reading the first chunks of a `panel_product` of these arguments: weights are constants, nothing is waited for."""
-    CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
-    MOST: tl.constexpr = STEPS if STEPS < AHEAD_CHUNKS else AHEAD_CHUNKS
-    for panel in tl.static_range(PANELS):
-        at = panel * CHUNKS + first
-        _ahead(codes + at * 2048, MOST * 4096, PLAIN)
-        if FP4:
-            _ahead(scales + at * 64, MOST * 256, PLAIN)
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -241,3 +219,8 @@ def sigmoid(x):
 def early(plain: bool) -> dict[str, bool]:
     """Launch option of a kernel that calls `begin`: its programs may start before the launch before it has ended."""
     return {} if plain else {"launch_pdl": True}
+
+
+def few(programs: int, device: torch.device) -> bool:
+    """Whether so many programs are all on the device at once, evenly."""
+    return programs <= 3 * multiprocessors(device)

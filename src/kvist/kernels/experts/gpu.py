@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
 from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
-from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, panel_product, panels_ahead, rounded, sigmoid
+from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
+from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.experts.bank import ResidentBank
 
 PLAIN = interpreted()
@@ -39,7 +40,10 @@ class Shape(NamedTuple):
 
 
 DECODE = Shape(8, 2, 4, 4, 1024)
+GROUPED = Shape(16, 2, 4, 4)
 PREFILL = Shape(256, 2, 8, 3)
+FULL_TILE = 64
+"""Choices an expert from which wide tiles cost less than many narrow ones (estimated from 24 and 192, measured)."""
 
 
 class GpuBank(ResidentBank):
@@ -81,6 +85,7 @@ class Plan(NamedTuple):
 def _make_plan(ids, head, expert, first, rows, order, need, N, E, S: tl.constexpr, P: tl.constexpr, EP: tl.constexpr,
                T: tl.constexpr, TILES_EACH: tl.constexpr, NP: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     begin(PLAIN)
+    let_next(PLAIN)
     place = tl.arange(0, P)
     inside = place < N * S
     chosen = tl.load(ids + place, mask=inside, other=-1).to(tl.int32)
@@ -107,9 +112,11 @@ def _make_plan(ids, head, expert, first, rows, order, need, N, E, S: tl.constexp
 @triton.jit
 def _gate_up(x, codes, scales, weights, hidden, sums, arrived, head, expert, first, rows, order, limit, S: tl.constexpr,
              K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, PARTS: tl.constexpr, FP4: tl.constexpr,
-             QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+             QUANTISE: tl.constexpr, FEW_PROGRAMS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     begin(PLAIN)
+    if FEW_PROGRAMS:
+        let_next(PLAIN)
     if tile >= tl.load(head):
         return
     N: tl.constexpr = 64 * PANELS
@@ -159,19 +166,17 @@ def _gate_up(x, codes, scales, weights, hidden, sums, arrived, head, expert, fir
 @triton.jit
 def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, rows, order, need, N_ROWS, S: tl.constexpr,
           K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PANELS: tl.constexpr, PARTS: tl.constexpr, FP4: tl.constexpr,
-          ADD: tl.constexpr, MOST: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+          ADD: tl.constexpr, MOST: tl.constexpr, FEW_PROGRAMS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     N: tl.constexpr = 64 * PANELS
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
     SCALES: tl.constexpr = 64 if FP4 else 1
     d = tl.program_id(0) * N + tl.arange(0, N)
     STEPS: tl.constexpr = CHUNKS // PARTS
-    # The plan was complete before the launch before this one let it come: it may be read at once.
-    tiles = tl.load(head)
-    if tile < tiles:
-        ahead = (tl.maximum(tl.load(expert + tile).to(tl.int64), 0) * (R // 64) + tl.program_id(0) * PANELS) * CHUNKS
-        panels_ahead(codes + ahead * 2048, scales + ahead * SCALES, tl.program_id(2) * STEPS, STEPS, K, PANELS, FP4, PLAIN)
     begin(PLAIN)
+    if FEW_PROGRAMS:
+        let_next(PLAIN)
+    tiles = tl.load(head)
     if tile >= tiles:
         if ADD and tile == tiles:  # rows that chose nothing are zero
             row = tl.arange(0, T)
@@ -284,7 +289,7 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
     n, s = weights_NS.shape
     hidden = torch.empty(n * s, weight.outputs // 2, dtype=x_ND.dtype, device=x_ND.device)
     blocks = triton.cdiv(weight.outputs, 64 * shape.panels)
-    parts = parts_for(blocks * plan.most_tiles, weight.codes.shape[2], shape.programs, x_ND.device)
+    parts = _parts(blocks * plan.most_tiles, shape, weight)
     sums, arrived = hidden, plan.head
     if parts > 1:
         sums = torch.empty(n * s, parts, weight.outputs, dtype=torch.float32, device=x_ND.device)
@@ -292,17 +297,25 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
     _gate_up[(blocks, plan.most_tiles, parts)](
         x_ND, weight.codes, weight.scales, weights_NS, hidden, sums, arrived, *plan[:5], limit, S=s, K=weight.inputs,
         R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", QUANTISE=form is not None,
-        PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
-        **early(PLAIN),
+        FEW_PROGRAMS=few(blocks * plan.most_tiles * parts, x_ND.device), PLAIN=PLAIN, num_warps=shape.warps,
+        num_stages=shape.stages, **early(PLAIN),
     )  # fmt: skip
     return hidden
+
+
+def sum_choices(each: Tensor, ids_NS: Tensor) -> Tensor:
+    """Each choice's output -> each row's sum, float32; choices of none are not read."""
+    (n, s), width = ids_NS.shape, each.shape[-1]
+    out = torch.empty(n, width, dtype=torch.float32, device=each.device)
+    _add[(n, triton.cdiv(width, 1024))](each, ids_NS, out, S=s, R=width, W=1024, PLAIN=PLAIN, num_warps=4, **early(PLAIN))
+    return out
 
 
 def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, shape: Shape) -> Tensor:
     """Sum of each row's choices, float32 [N,D]; zero for a row without any."""
     n, s = ids_NS.shape
     panels = triton.cdiv(weight.outputs, 64 * shape.panels)
-    parts = parts_for(panels * plan.most_tiles, weight.codes.shape[2], shape.programs, hidden.device)
+    parts = _parts(panels * plan.most_tiles, shape, weight)
     each = torch.empty(
         n * s, parts, weight.outputs, dtype=hidden.dtype if parts == 1 else torch.float32, device=hidden.device
     )  # fmt: skip
@@ -311,27 +324,33 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
     _down[(panels, plan.most_tiles + 1, parts)](
         hidden, weight.codes, weight.scales, ids_NS, each, out, arrivals(weight.codes, n * panels), *plan, n, S=s,
         K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", ADD=add,
-        MOST=DECODE_ROWS, PLAIN=PLAIN, num_warps=shape.warps, num_stages=shape.stages,
+        MOST=DECODE_ROWS, FEW_PROGRAMS=few(panels * plan.most_tiles * parts, hidden.device), PLAIN=PLAIN,
+        num_warps=shape.warps, num_stages=shape.stages,
         **early(PLAIN),
     )  # fmt: skip
-    if not add:
-        _add[(n, triton.cdiv(weight.outputs, 1024))](
-            each, ids_NS, out, S=s, R=weight.outputs, W=1024, PLAIN=PLAIN, num_warps=4, **early(PLAIN)
-        )  # fmt: skip
-    return out
+    return out if add else sum_choices(each, ids_NS)
 
 
-def shape_for(rows: int, weight: PanelWeight) -> Shape:
-    """The cut for a number of rows. Wide programs need whole double panels."""
-    shape = DECODE if rows <= DECODE_ROWS else PREFILL
+def shape_for(rows: int, choices: int, weight: PanelWeight) -> Shape:
+    """The cut for rows with so many choices in all. Wide programs need whole double panels."""
+    shape = DECODE if rows <= DECODE_ROWS else GROUPED if choices <= FULL_TILE * weight.experts else PREFILL
     if weight.outputs % (64 * shape.panels) == 0:
         return shape
     return shape._replace(panels=1, warps=4)
 
 
+def _parts(programs: int, shape: Shape, weight: PanelWeight) -> int:
+    """Parts of the inputs, only where programs do not fill the card: 216 in four parts took 54 us in place of 50."""
+    device = weight.codes.device
+    if programs > multiprocessors(device):
+        return 1
+    return parts_for(programs, weight.codes.shape[2], shape.programs, device)
+
+
 def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """All choices of all rows through one bank, float32 [N,D]."""
-    shapes = (shape_for(len(x_ND), bank.gate_up), shape_for(len(x_ND), bank.down))
+    n, choices = len(x_ND), ids_NS.numel()
+    shapes = (shape_for(n, choices, bank.gate_up), shape_for(n, choices, bank.down))
     plan = plan_rows(ids_NS, bank.gate_up.experts, shapes[0].tile)
     hidden = gate_up_gpu(x_ND, weights_NS, plan, bank.gate_up, limit, form, shapes[0])
     return down_gpu(hidden, ids_NS, plan, bank.down, shapes[1])
@@ -340,7 +359,7 @@ def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, li
 def run_shared(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """Every row through the one expert of a bank, float32 [N,D]."""
     n, device = len(x_ND), x_ND.device
-    shapes = (shape_for(n, bank.gate_up), shape_for(n, bank.down))
+    shapes = (shape_for(n, n, bank.gate_up), shape_for(n, n, bank.down))
     ids = torch.zeros(n, 1, dtype=torch.int64, device=device)
     if n <= DECODE_ROWS:
         plan = _listed(n, 1, shapes[0].tile, device)

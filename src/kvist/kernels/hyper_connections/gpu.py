@@ -10,7 +10,7 @@ Shapes: N rows, S = 4 streams, D model width, T rows a tile, B channels a step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, operand, rounded, sigmoid
+from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, let_next, operand, rounded, sigmoid
+from kvist.kernels.hyper_connections.hopper import pass_hopper, require_fit
 from kvist.kernels.hyper_connections.ref import Mix
 
 PLAIN = interpreted()
@@ -40,9 +41,9 @@ class Cut(NamedTuple):
     channels: int = 1024
 
 
-ONE = Cut(1, 32, 160, 4, 1, 1, 512)
-FEW = Cut(16, 32, 640, 4, 2)
-MANY = Cut(32, 32, 1024, 8, 2, 4)
+ONE = Cut(1, 64, 80, 4, 1, 1, 512)
+FEW = Cut(16, 32, 320, 4, 2)
+MANY = Cut(16, 32, 1024, 4, 2, 4)
 FEW_ROWS = 256
 
 
@@ -200,6 +201,7 @@ def _pass(y, x, old_pre, old_post, old_comb, fn, streams, h, parts, squares, N_R
         d = part * B + tl.arange(0, B)
         f0, f1, f2, f3 = _weight(fn, 0, d, D), _weight(fn, 1, d, D), _weight(fn, 2, d, D), _weight(fn, 3, d, D)
     begin(PLAIN)
+    let_next(PLAIN)
     if LEAVE:
         c00, c01 = _column(old_comb, n, alive, 16, 0), _column(old_comb, n, alive, 16, 1)
         c02, c03 = _column(old_comb, n, alive, 16, 2), _column(old_comb, n, alive, 16, 3)
@@ -256,6 +258,7 @@ def _end(h, parts, squares, base, scale, norm, quantised, pre, post, comb, N_ROW
          ITERATIONS: tl.constexpr, QUANTISE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     """First cdiv(N,T) programs: coefficients of T rows. The others: the norm of W channels of a row."""
     begin(PLAIN)
+    let_next(PLAIN)
     tiles = tl.cdiv(N_ROWS, T)
     if tl.program_id(0) < tiles:
         n = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
@@ -313,6 +316,21 @@ class Entered(NamedTuple):
     mix: Mix
 
 
+def _pass_triton(
+    leave: bool, y: Tensor, x: Tensor, mix: Mix, weight: Tensor, streams: Tensor, h: Tensor, cut: Cut
+) -> tuple[Tensor, Tensor, int]:
+    """As `pass_hopper`."""
+    n, _, d = x.shape
+    splits, steps = _splits(cut, n, d)
+    sums = torch.empty(n * splits * 33, dtype=torch.float32, device=x.device)
+    parts, squares = sums[: n * splits * 32], sums[n * splits * 32 :]
+    _pass[(splits, triton.cdiv(n, cut.tile))](
+        y, x, *mix, weight, streams, h, parts, squares, n, D=d, T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps,
+        LEAVE=leave, ENTER=True, PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
+    )  # fmt: skip
+    return parts, squares, splits
+
+
 def pass_gpu(
     y_ND: Tensor | None,
     x_NSD: Tensor,
@@ -326,9 +344,12 @@ def pass_gpu(
     hc_eps: float,
     norm_eps: float,
     quantised: bool = False,
-    cut: Cut | None = None,
+    cut: Cut | Literal["cuda"] | None = None,
 ) -> Entered:
-    """Leave with `y_ND` and `mix` (None: the streams are the input already), then enter with `mix.pre_NS`."""
+    """Leave with `y_ND` and `mix` (None: the streams are the input already), then enter with `mix.pre_NS`.
+
+    `cut` None: as is best for the rows; "cuda": the first launch by `pass.cu`, two or more rows on Hopper.
+    """
     _check(x_NSD, *(() if y_ND is None else (y_ND,)))
     n, s, d = x_NSD.shape
     if fn_FX.dtype is not torch.float32 or tuple(fn_FX.shape) != (LOGITS, s * d):
@@ -340,15 +361,14 @@ def pass_gpu(
     h_quantised = torch.empty_like(h) if quantised else h
     after = Mix(*(torch.empty(n, *rest, dtype=torch.float32, device=device) for rest in ((s,), (s,), (s, s))))
     if n:
-        cut = cut_for(n) if cut is None else cut
-        splits, steps = _splits(cut, n, d)
-        parts = torch.empty(n * splits * 33, dtype=torch.float32, device=device)
-        squares = parts[n * splits * 32 :]
-        _pass[(splits, triton.cdiv(n, cut.tile))](
-            y, x, mix.pre_NS.contiguous(), mix.post_NS.contiguous(), mix.comb_NSS.contiguous(), fn_FX.contiguous(), streams, h,
-            parts, squares, n, D=d, T=cut.tile, B=cut.step, SPLITS=splits, STEPS=steps, LEAVE=y_ND is not None, ENTER=True,
-            PLAIN=PLAIN, num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
-        )  # fmt: skip
+        weight, before = fn_FX.contiguous(), Mix(*(part.contiguous() for part in mix))
+        by_cuda = cut == "cuda"
+        cut = cut if isinstance(cut, Cut) else cut_for(n)
+        if by_cuda:
+            require_fit(x)
+            parts, squares, splits = pass_hopper(None if y_ND is None else y, x, before, weight, streams, h)
+        else:
+            parts, squares, splits = _pass_triton(y_ND is not None, y, x, before, weight, streams, h, cut)
         blocks = triton.cdiv(d, cut.channels)
         _end[(triton.cdiv(n, cut.rows) + n * blocks,)](
             h, parts, squares, base_F, scale_3, norm_D, h_quantised, *after, n, hc_eps, norm_eps, D=d, SPLITS=splits,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
 from kvist.kernels.device.arrivals import arrivals, parts_for
-from kvist.kernels.device.gpu import begin, early, panel_product, panels_ahead, rounded
+from kvist.kernels.device.gpu import begin, early, few, let_next, panel_product, rounded
 from kvist.kernels.quantise import quantise
 
 PLAIN = interpreted()
@@ -43,7 +43,8 @@ MANY = Cut(256, 2, 0, 8, 3)
 
 @triton.jit
 def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr,
-             T: tl.constexpr, PANELS: tl.constexpr, SPLITS: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+             T: tl.constexpr, PANELS: tl.constexpr, SPLITS: tl.constexpr, FP4: tl.constexpr,
+             FEW_PROGRAMS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     N: tl.constexpr = 64 * PANELS
     CHUNKS: tl.constexpr = (K + 127) // 128 if FP4 else (K + 63) // 64
     SCALES: tl.constexpr = 64 if FP4 else 1
@@ -54,8 +55,9 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexp
     o = block * N + tl.arange(0, N)
     group = block * N // (R // GROUPS)
     panel = block.to(tl.int64) * PANELS * CHUNKS
-    panels_ahead(codes + panel * 2048, scales + panel * SCALES, part * STEPS, STEPS, K, PANELS, FP4, PLAIN)
     begin(PLAIN)
+    if FEW_PROGRAMS:
+        let_next(PLAIN)
     acc = panel_product(
         tl.zeros([N, T], tl.float32), codes + panel * 2048, scales + panel * SCALES, x + group * K,
         t.to(tl.int64) * (K * GROUPS), alive, part * STEPS, STEPS, K, N, FP4, False, PLAIN,
@@ -96,7 +98,8 @@ def product_gpu(x_NX: Tensor, weight: PanelWeight, groups: int, cut: Cut) -> Ten
     parts = out if splits == 1 else torch.empty(splits, n, outputs, dtype=torch.float32, device=x_NX.device)
     _product[(blocks, tiles, splits)](
         x_NX, weight.codes, weight.scales, out, parts, arrivals(weight.codes, blocks * tiles), n, n * outputs, K=inputs,
-        R=outputs, GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4", PLAIN=PLAIN,
+        R=outputs, GROUPS=groups, T=cut.tile, PANELS=cut.panels, SPLITS=splits, FP4=weight.form == "fp4",
+        FEW_PROGRAMS=few(blocks * tiles * splits, x_NX.device), PLAIN=PLAIN,
         num_warps=cut.warps, num_stages=cut.stages, **early(PLAIN),
     )  # fmt: skip
     return out

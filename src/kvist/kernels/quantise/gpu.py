@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import JUST_BELOW_TWO, begin, e4m3_steps, early, fp8_group_scale, power_reciprocal, rounded
+from kvist.kernels.device.gpu import (
+    JUST_BELOW_TWO,
+    begin,
+    e4m3_steps,
+    early,
+    fp8_group_scale,
+    let_next,
+    power_reciprocal,
+    rounded,
+)
 
 PLAIN = interpreted()
 FORMS = {"none": 0, "fp8": 1, "mxfp4": 2, "main_fp4": 3}
@@ -95,6 +104,7 @@ def _row(x, weight, cos, sin, out, codes, scales, page_of, row_of, stride_x, pag
          PLAIN: tl.constexpr):  # fmt: skip
     """One row: norm, rotation of the last 2 PAIRS channels, format; values to `out` and bytes to a page's row."""
     begin(PLAIN)
+    let_next(PLAIN)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CP)
     inside = channel < C

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import begin, early, operand
+from kvist.kernels.device.gpu import begin, early, let_next, operand
 from kvist.kernels.device.order_triton import ordered
 
 PLAIN = interpreted()
@@ -35,6 +35,7 @@ class Cut(NamedTuple):
     stages: int
 
 
+ONE = Cut(16, 32, 64, 120, 4, 4)
 FEW = Cut(16, 64, 64, 240, 4, 3)
 MANY = Cut(64, 128, 64, 0, 8, 4)
 FEW_ROWS = 256
@@ -55,6 +56,7 @@ def _logits(x, gate, parts, N_ROWS, D: tl.constexpr, E: tl.constexpr, T: tl.cons
     """A part of the products of T rows and B experts, into `parts` [N,SPLITS,E]."""
     part, block, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(PLAIN)
+    let_next(PLAIN)
     n = (tile * T + tl.arange(0, T)).to(tl.int64)
     alive = n < N_ROWS
     e = block * B + tl.arange(0, B)
@@ -77,6 +79,7 @@ def _choose(parts, bias_text, bias_image, text, ids, weights, temperature, scale
     for_text = tl.load(bias_text + expert, mask=known, other=0.0)
     for_image = tl.load(bias_image + expert, mask=known, other=0.0)
     begin(PLAIN)
+    let_next(PLAIN)
     bias = tl.where(tl.load(text + n) != 0, for_text, for_image)
     logits = tl.zeros([EP], tl.float32)
     for part in tl.static_range(SPLITS):
@@ -132,7 +135,7 @@ def route_gpu(
     weights = torch.empty(n, k, dtype=torch.float32, device=x_ND.device)
     if not n:
         return ids, weights
-    cut = (FEW if n <= FEW_ROWS else MANY) if cut is None else cut
+    cut = (ONE if n == 1 else FEW if n <= FEW_ROWS else MANY) if cut is None else cut
     tiles, blocks, steps = triton.cdiv(n, cut.tile), triton.cdiv(experts, cut.block), d // cut.step
     most = max(1, cut.programs // (tiles * blocks))
     splits = max(part for part in range(1, min(most, steps, MOST_PARTS) + 1) if steps % part == 0)

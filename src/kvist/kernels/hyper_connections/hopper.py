@@ -1,0 +1,79 @@
+"""The pass over the streams of two or more rows on Hopper: when `pass.cu` can run, how it is cut, and its launch.
+
+Must not know layers. Shapes as in `gpu.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.device import interpreted
+from kvist.kernels.device.cuda_source import kernels
+from kvist.kernels.device.pages import multiprocessors
+from kvist.kernels.hyper_connections.ref import Mix
+
+STEP = 32
+ROWS = 16
+WARPS = 4
+RESIDENT = 2
+"""Channels and rows of a warp at a time, warps a program, programs that a multiprocessor holds."""
+_SOURCE = Path(__file__).with_name("pass.cu")
+_POINTERS = ("y", "x", "pre", "post", "comb", "weight", "streams", "h", "parts", "squares")
+_COUNTS = ("rows", "width", "splits", "steps", "row_warps")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int32) for name in _COUNTS))
+
+
+def require_fit(x_NSD: Tensor) -> None:
+    """Raise ValueError unless the kernel takes these streams: Hopper, more than one row, whole steps."""
+    n, _, width = x_NSD.shape
+    hopper = x_NSD.device.type == "cuda" and torch.cuda.get_device_capability(x_NSD.device) == (9, 0)
+    if interpreted() or not hopper or n < 2 or width % STEP or x_NSD.data_ptr() % 16:
+        raise ValueError(
+            f"{n} rows of {width} channels on {x_NSD.device}; the cut 'cuda' takes two or more rows of a multiple of {STEP} on "
+            "a Hopper GPU, leave the cut out"
+        )
+
+
+def parts_of(rows: int, width: int, processors: int) -> tuple[int, int]:
+    """Parts of the channels, and warps of a program that lie side by side in rows; the others lie so in channels.
+
+    As many parts as there is room for at once: then every program takes as long as its steps.
+    """
+    steps = width // STEP
+    row_warps = 1 if rows <= ROWS and steps % WARPS == 0 else WARPS
+    columns, tiles = WARPS // row_warps, -(-rows // (ROWS * row_warps))
+    room = max(columns, RESIDENT * processors * columns // tiles)
+    return max(part for part in range(columns, min(room, steps) + 1, columns) if steps % part == 0), row_warps
+
+
+def pass_hopper(
+    y_ND: Tensor | None, x_NSD: Tensor, mix: Mix, fn_FX: Tensor, streams: Tensor, h_ND: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """Contiguous tensors; writes `streams` (where y is given) and `h_ND` before its norm. Sums [N,P,32], [N,P], and P."""
+    n, _, d = x_NSD.shape
+    splits, row_warps = parts_of(n, d, multiprocessors(x_NSD.device))
+    sums = torch.empty(n * splits * 33, dtype=torch.float32, device=x_NSD.device)
+    parts, squares = sums[: n * splits * 32], sums[n * splits * 32 :]
+    tensors = (y_ND, x_NSD, *mix, fn_FX, streams, h_ND, parts, squares)
+    _launch("enter" if y_ND is None else "leave_and_enter", tensors, splits, row_warps)
+    return parts, squares, splits
+
+
+def _launch(name: str, tensors: tuple[Tensor | None, ...], splits: int, row_warps: int) -> None:
+    x_NSD = tensors[1]
+    assert x_NSD is not None
+    n, _, d = x_NSD.shape
+    call = _Call(
+        **{part: None if t is None else t.data_ptr() for part, t in zip(_POINTERS, tensors, strict=True)},
+        rows=n, width=d, splits=splits, steps=d // STEP // splits, row_warps=row_warps,
+    )  # fmt: skip
+    built = kernels((_SOURCE,), (("leave_and_enter", 0), ("enter", 0)), x_NSD.device.index or 0)
+    blocks = -(-n // (ROWS * row_warps)) * (splits * row_warps // WARPS)
+    built[name].launch(call, blocks, 32 * WARPS, overlap=True)
