@@ -247,7 +247,7 @@ def test_lives(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", range(100, 124))
 def test_more_lives(seed: int, tmp_path: Path) -> None:
     live(seed, tmp_path, 60)
 
