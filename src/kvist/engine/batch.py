@@ -6,7 +6,7 @@ Owns the arrays of one step. Must not know scheduling, sampling or where keys li
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,14 @@ def _checked(values: Tensor, image: ImageInput) -> Tensor:
     return values
 
 
+def _seen(piece: Piece) -> Iterator[tuple[ImageInput, int, int]]:
+    """The images that have rows in the piece, and the first and the end of those positions."""
+    for image in piece.job.request.images:
+        low, high = max(image.start, piece.start), min(image.start + image.tokens, piece.stop)
+        if low < high:
+            yield image, low, high
+
+
 class _Context(NamedTuple):
     """Token ids, text flags, and how many of them stand before the rows that are meant."""
 
@@ -64,7 +72,7 @@ class BatchBuilder:
     def __init__(self, model: Transformer, features: FeatureCache, device: torch.device) -> None:
         self.model, self.features, self.device = model, features, device
         self.reach = model.config.engram_max_ngram_size - 1 if model.config.engram_layer_ids else 0
-        self._fetched: dict[bytes, Tensor] = {}
+        self._fetched: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, pieces: Sequence[Piece]) -> Rows:
         """One ragged batch: the pieces' rows in order, a segment a piece."""
@@ -105,10 +113,12 @@ class BatchBuilder:
         self._fetched = {}
 
     def fetch(self, piece: Piece) -> None:
-        """Have the features of the images that the piece touches, until `forget`; raises what encoding them raises."""
-        for image in piece.job.request.images:
-            if image.start < piece.stop and image.start + image.tokens > piece.start:
-                self._fetched[image.content] = self.features.span(image)
+        """Have the features of the image rows in the piece, until `forget`; raises what encoding them raises.
+
+        Those rows only: whole spans of many pieces might be more than memory was planned for.
+        """
+        for image, low, high in _seen(piece):
+            self._fetched[piece.job.id, image.start] = self.features.span(image)[low - image.start : high - image.start].clone()
 
     def _engram(self, contexts: Sequence[_Context]) -> Tensor | None:
         """N-gram rows of all pieces in one hash: pieces stand in one line, kept apart by a barrier that reads as an image."""
@@ -128,13 +138,9 @@ class BatchBuilder:
     def _features(self, pieces: Sequence[Piece]) -> tuple[Tensor | None, Tensor | None]:
         values, places, at = [], [], 0
         for piece in pieces:
-            for image in piece.job.request.images:
-                low, high = max(image.start, piece.start), min(image.start + image.tokens, piece.stop)
-                if low < high:
-                    span = self._fetched.get(image.content)
-                    span = self.features.span(image) if span is None else span
-                    values.append(span[low - image.start : high - image.start])
-                    places.append(torch.arange(at + low - piece.start, at + high - piece.start))
+            for image, low, high in _seen(piece):
+                values.append(self._fetched[piece.job.id, image.start])
+                places.append(torch.arange(at + low - piece.start, at + high - piece.start))
             at += piece.stop - piece.start
         if not values:
             return None, None

@@ -14,10 +14,14 @@ from kvist.engine.replay import Replay, check_replay
 from kvist.page_layout import PageLayout
 
 MIB = 1 << 20
-SCORE_TILE_BYTES = 4 << 22
-"""Most bytes of index scores at a time (`kernels/index_select`: tiles of queries)."""
+SCORE_BYTES = 4 << 22
+"""Most bytes of index scores at a time (`kernels/index_select`: tiles of queries), unless one query has more."""
+SCORE_COPIES = 3
+"""Products of queries and keys, what is positive of them, and that times the heads' weights."""
 DRAFT_ROWS = 2048
 """Rows of plain decode steps that are kept for draft windows at most (`draft_windows`)."""
+ATTENTION_WIDTHS, MLP_WIDTHS = 12, 4
+"""Buffers a patch that the vision tower has alive at once, of its width in attention, of both its widths in the MLP."""
 ACTIVATIONS = 6
 """Stream-sized buffers alive at once in a layer (streams, normed input, their products), a generous count."""
 
@@ -121,21 +125,37 @@ def slot_bytes(config: ModelConfig, verify_rows: int, dtype_bytes: int) -> int:
     return rings + tails
 
 
+def _images(config: ModelConfig, engine: EngineConfig, rows: int, dtype_bytes: int) -> int:
+    """Held features and one span that comes on top, a step's own rows of them, and the tower at work on the largest picture."""
+    if (vision := config.vision) is None:
+        return 0
+    span, row = vision.max_image_tokens, config.dim * dtype_bytes
+    patches = span * vision.downsample_ratio**2
+    inside = max(ATTENTION_WIDTHS * vision.hidden_size, MLP_WIDTHS * (vision.hidden_size + vision.intermediate_size))
+    return max(engine.feature_bytes, span * row) + (span + 2 * rows) * row + patches * inside * dtype_bytes
+
+
 def _workspace(config: ModelConfig, engine: EngineConfig, verify_rows: int, context: int, dtype_bytes: int) -> dict[str, int]:
-    rows = engine.step_cost + engine.max_running * verify_rows
+    cost = max(engine.step_cost, engine.mixed_cost)
+    decode = engine.max_running * verify_rows
+    rows = cost + decode
+    # Of a prompt that is scored every row has logits; such a row costs all layers.
+    scored = cost * max(1, config.plan.decoder_start) // len(config.plan.layers)
+    least = min((spec.ratio for spec in config.plan.kv_sources), default=1)
+    scores = max(SCORE_BYTES, SCORE_COPIES * config.index_n_heads * (context // least) * dtype_bytes)
     stream = config.hc_mult * config.dim * dtype_bytes
     blocks = -(-context // config.candidate_block_size)
     kept = min(config.plan.window * engine.max_running, DRAFT_ROWS) if verify_rows > 1 else 0
     candidates = min(config.candidate_topk_blocks, blocks) if config.candidate_source_layers else 0
     return {
         "activations": rows * stream * ACTIVATIONS,
-        "logits": engine.max_running * verify_rows * config.vocab_size * 4 * 2,
-        "scores": SCORE_TILE_BYTES + context * (config.index_head_dim * dtype_bytes),
+        "logits": (2 * decode + scored) * config.vocab_size * 4,
+        "scores": scores + context * (config.index_head_dim * dtype_bytes),
         "choices": rows * 8 * (config.index_topk + candidates),
         "selected": rows * min(config.index_topk, context) * config.head_dim * dtype_bytes,
         # Kept, and put together and in order when windows are filled.
         "draft inputs": 3 * kept * len(config.dspark_target_layer_ids) * config.dim * dtype_bytes,
-        "images": engine.feature_bytes if config.vision is not None else 0,
+        "images": _images(config, engine, rows, dtype_bytes),
     }
 
 
