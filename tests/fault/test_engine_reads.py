@@ -17,6 +17,7 @@ from kvist.checkpoint.formats import Entry
 from kvist.config import replace
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine
+from kvist.engine.gauges import gauges
 from kvist.engine.request import FinishedEvent, Request, TokenEvent
 from kvist.inventory import parameters
 from kvist.model.initialise import random_model
@@ -98,7 +99,13 @@ def replies(engine: Engine, prompts: list[list[int]] = PROMPTS, count: int = 1) 
 
 def test_the_engine_gives_the_replies_of_the_resident_model(folder) -> None:
     resident = [tokens for tokens, _ in replies(engine(folder, None))]
-    assert [tokens for tokens, _ in replies(engine(folder, Disk()))] == resident
+    served = engine(folder, Disk())
+    assert [tokens for tokens, _ in replies(served)] == resident
+    figures = gauges(served)
+    assert figures["expert_misses"] > 0
+    assert figures["expert_bytes_read"] > figures["expert_held_bytes"] > 0, "five experts fit"
+    assert figures["engram_read"] + figures["engram_read_ahead"] > 0
+    assert "expert_device_hits" not in figures
 
 
 def test_a_bad_sector_under_an_expert_ends_the_requests_that_need_it(folder) -> None:

@@ -1,4 +1,4 @@
-"""The figures of an engine at this moment, by name: requests, pages, prefix hits, tiers, features, table reads.
+"""The figures of an engine at this moment, by name: requests, pages, prefix hits, tiers, features, table and expert reads.
 
 Owns the names only; every figure is read from the part that counts it. Must not know Prometheus or HTTP.
 """
@@ -30,12 +30,18 @@ def gauges(engine: Engine) -> dict[str, float]:
     figures |= {f"prefix_{name}": value for name, value in vars(engine.pages.index.counters).items()}
     if engine.pages.tiers is not None:
         figures |= {f"tier_{name}": value for name, value in asdict(engine.pages.tiers.counters).items()}
+        figures["tier_host_bytes"] = engine.pages.tiers.host.used_bytes
+        figures["tier_queued_bytes"] = engine.pages.tiers.queued_bytes
         if engine.pages.tiers.store is not None:
-            counters = engine.pages.tiers.store.counters
-            figures |= {f"store_{name}": value for name, value in vars(counters).items() if isinstance(value, int)}
-            figures["store_corrupt"] = sum(counters.corrupt.values())
+            store = engine.pages.tiers.store.counters
+            figures |= {f"store_{name}": value for name, value in vars(store).items() if isinstance(value, int)}
+            figures["store_corrupt"] = sum(store.corrupt.values())
     for reader in engine.runner.readers:
         if isinstance(reader, StoredTable):
             for name, value in asdict(reader.counters).items():
                 figures[f"engram_{name}"] = figures.get(f"engram_{name}", 0) + value
+    if engine.runner.experts is not None:
+        banks = {"expert": engine.runner.experts.counters(), "expert_device": engine.runner.experts.device_counters()}
+        for bank, counted in banks.items():
+            figures |= {} if counted is None else {f"{bank}_{name}": value for name, value in asdict(counted).items()}
     return {name: float(value) for name, value in figures.items()}

@@ -5,6 +5,7 @@ Owns the order of putting them together and of taking them down. Must not know H
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.page_layout import PageLayout
 from kvist.text.tokenizer import Tokenizer
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,14 @@ def launch(name: str, options: LaunchOptions) -> Launched:
     )
     tokenizer = Tokenizer(folder)
     tiers = _tiers(model, digest, options)
-    engine = Engine(model, config, tokenizer=tokenizer, fingerprint=digest, tiers=tiers)
+    try:
+        engine = Engine(model, config, tokenizer=tokenizer, fingerprint=digest, tiers=tiers)
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
+    for line in engine.plan.render(_tier_bytes(tiers, engine.plan.layout.page_bytes)).splitlines():
+        LOG.info("memory plan: %s", line)
     return Launched(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
@@ -134,12 +144,23 @@ def _tiers(model: Transformer, digest: bytes, options: LaunchOptions) -> Tiers |
     store = None
     if disk:
         root = store_model(model.numerics, digest, layout.page_tokens)
-        folder = (options.cache_dir or user_cache()) / root.hex()
-        folder.parent.mkdir(parents=True, exist_ok=True)
         store = PageStore.open(
-            folder, model=root, page_bytes=layout.page_bytes, page_tokens=layout.page_tokens, budget_bytes=disk
+            (options.cache_dir or user_cache()) / root.hex(),
+            model=root,
+            page_bytes=layout.page_bytes,
+            page_tokens=layout.page_tokens,
+            budget_bytes=disk,
         )
     return Tiers(host_bytes=host, store=store) if host or store is not None else None
+
+
+def _tier_bytes(tiers: Tiers | None, page_bytes: int) -> dict[str, int]:
+    """Bytes of pages that each lower tier may hold, by name."""
+    if tiers is None:
+        return {}
+    found = {"host": tiers.host.budget_bytes} if tiers.host.budget_bytes else {}
+    capacity = None if tiers.store is None else tiers.store.stat().capacity
+    return found if capacity is None else {**found, "disk": capacity * page_bytes}
 
 
 def user_cache() -> Path:
