@@ -24,6 +24,7 @@ MODULES: dict[str, str] = {
     "replay-cost": "replay_cost",
     "restore-cost": "restore_cost",
     "agent": "agent_trace",
+    "server-load": "server_load",
     "replay": "replay_quality",
     "gpu-experts": "gpu_experts",
     "gpu-expert-cuts": "gpu_expert_cuts",
