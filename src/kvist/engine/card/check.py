@@ -1,0 +1,196 @@
+"""Decode on a card against the reference model: the same random weights, the same tokens, logits step by step.
+
+A gate before anything is timed, and a test. The reference runs in bfloat16 with sums in float64 over the engine's paged memory;
+its prefill is what the card's state takes over. Must not know timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvist.cache.paged_memory import PagedMemory
+from kvist.cache.placement import BatchRows
+from kvist.config import ModelConfig, replace
+from kvist.engine.card.device_model import Batch, DeviceModel, Given
+from kvist.engine.card.layers import Chosen
+from kvist.engine.card.state import CardState
+from kvist.engine.card.weights import pack
+from kvist.kernels.engram.gpu import StoredRows
+from kvist.kernels.index_select import Selection
+from kvist.model.block import Block
+from kvist.model.initialise import TableInMemory, random_model
+from kvist.model.numerics import Numerics
+from kvist.model.rows import Rows, consecutive_rows
+from kvist.model.transformer import Flow, Transformer
+from kvist.presets import preset
+from kvist.quant import quantise_fp8_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one batch.
+
+    `layers`: for each layer, given the reference's own inputs, how far its change of the streams is off, relative to that change
+    (the worst row). `errors`: each row's relative error of logits after all layers, where roundings that fall the other way have
+    moved what follows; `agree`: whether its best id is the reference's.
+    """
+
+    layers: tuple[float, ...]
+    errors: tuple[float, ...]
+    agree: tuple[bool, ...]
+
+
+def small_config() -> ModelConfig:
+    """`tiny` without drafts, in widths that the operators take: all four roles and Engram in 8 layers of 64 channels."""
+    return replace(
+        preset("tiny"), n_mtp_layers=0, compress_ratios=(0, 0, 2, 2, 1, 1, 1, 1), dspark_target_layer_ids=(), o_lora_rank=64
+    )
+
+
+def released_heads_config() -> ModelConfig:
+    """The released heads, window, index and page over a narrow model: the kernels of a card run as they do in the release."""
+    return replace(
+        small_config(), vocab_size=1024, dim=512, n_heads=64, head_dim=512, rope_head_dim=64, q_lora_rank=256, o_lora_rank=128,
+        o_groups=8, window_size=128, index_n_heads=32, index_head_dim=128, index_topk=64, candidate_topk_blocks=12,
+        candidate_block_size=8, moe_inter_dim=128, original_seq_len=65536, rope_factor=16.0,
+    )  # fmt: skip
+
+
+class ExactScores(PagedMemory):
+    """The engine's memory with index scores that are not rounded between steps, as the card's are: bfloat16 makes ties of them."""
+
+    def select(
+        self, source: int, rows: BatchRows, q_NJI: Tensor, weight_NJ: Tensor, pool_NB: Tensor | None, publish: bool
+    ) -> Selection:
+        """See `SharedMemory.select`."""
+        return super().select(source, rows, q_NJI.float(), weight_NJ.float(), pool_NB, publish)
+
+
+class Beside:
+    """A random model in reference and on the device, fed the same tokens.
+
+    `contexts`: tokens of each request before the first step; `page_tokens` None: the plan's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        contexts: tuple[int, ...],
+        steps: int,
+        *,
+        page_tokens: int | None,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.contexts, self.steps, self.device = config, contexts, steps, device
+        numerics = Numerics(dtype=torch.bfloat16, impl="wide")
+        self.model = random_model(config, numerics, seed).to(device)
+        tables = self._tables(self.model)
+        self.source = torch.Generator().manual_seed(seed + 1)
+        longest = max(contexts) + steps
+        self.memory = ExactScores(
+            config, numerics, pages=self._pages(longest, page_tokens), slots=len(contexts), verify_rows=1, page_tokens=page_tokens,
+            device=device,
+        )  # fmt: skip
+        size = self.memory.layout.page_tokens
+        each = -(-longest // size)
+        self.state = CardState(
+            config,
+            slots=len(contexts),
+            pages=each * len(contexts),
+            most_tokens=each * size,
+            device=device,
+            page_tokens=page_tokens,
+        )
+        self.ids = [self._draw(longest) for _ in contexts]
+        for slot in range(len(contexts)):
+            # The pool's pages are dealt out in turn: pages of a request do not lie side by side.
+            self.memory.open(slot, list(range(slot, each * len(contexts), len(contexts))), 0)
+            self.state.open(slot, list(range(slot * each, (slot + 1) * each)))
+        self._prefill()
+        self.card = DeviceModel(pack(self.model, tables, device), self.state)
+
+    def _pages(self, longest: int, page_tokens: int | None) -> int:
+        return len(self.contexts) * -(-longest // (page_tokens or self.config.plan.page_tokens))
+
+    def _draw(self, count: int) -> Tensor:
+        return torch.randint(4, self.config.vocab_size, (count,), generator=self.source)
+
+    def _tables(self, model: Transformer) -> dict[int, StoredRows]:
+        tables = {}
+        for layer in self.config.engram_layer_ids:
+            block = model.layers[layer]
+            assert isinstance(block, Block) and block.engram is not None and isinstance(block.engram.reader, TableInMemory)
+            codes, scales = (part.view(torch.uint8) for part in quantise_fp8_rows(block.engram.reader.values_RX.float()))
+            pin = self.device.type == "cuda"
+            tables[layer] = StoredRows(codes.pin_memory(), scales.pin_memory()) if pin else StoredRows(codes, scales)
+            block.engram.reader.values_RX = block.engram.reader.values_RX.to(self.device)
+        if model.token_classes_V is not None:
+            model.token_classes_V = model.token_classes_V.to(self.device)
+        return tables
+
+    def _rows(self, first: tuple[int, ...], stop: tuple[int, ...]) -> Rows:
+        parts = [(slot, a, self.ids[slot][a:b]) for slot, (a, b) in enumerate(zip(first, stop, strict=True))]
+        ids_N, positions_N, segments = consecutive_rows(parts)
+        engram = None
+        if self.config.engram_layer_ids:
+            every = [
+                self.model.engram_ids(self.ids[slot][:b].to(self.device), torch.ones(b, dtype=torch.bool, device=self.device), a)
+                for slot, (a, b) in enumerate(zip(first, stop, strict=True))
+            ]
+            engram = torch.cat([one for one in every if one is not None], 1)
+        text_N = torch.ones(len(ids_N), dtype=torch.bool, device=self.device)
+        return Rows(
+            token_ids_N=ids_N.to(self.device), positions_N=positions_N.to(self.device), text_N=text_N, segments=segments,
+            engram_LNX=engram,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def _prefill(self) -> None:
+        self.model(self._rows((0,) * len(self.contexts), self.contexts), self.memory)
+        for slot, context in enumerate(self.contexts):
+            classes = self.model.token_classes_V
+            known = None if classes is None else classes[self.ids[slot][:context].to(self.device)]
+            self.state.adopt(slot, self.memory, slot, context, known)
+
+    @torch.inference_mode()
+    def step(self, number: int) -> Step:
+        """The next token of every request, in both: the whole step, then layers one by one on the reference's inputs."""
+        at = tuple(context + number for context in self.contexts)
+        rows = self._rows(at, tuple(a + 1 for a in at))
+        tokens = tuple(int(self.ids[slot][a]) for slot, a in enumerate(at))
+        batch = Batch(tokens=tokens, positions=at, slots=tuple(range(len(at))))
+        flow, seen = self.model.begin(rows), []
+        for layer, block in enumerate(self.model.layers):
+            assert isinstance(block, Block)
+            before = flow
+            flow = self.model.run(flow, rows, self.memory, layer, layer + 1)
+            seen.append((before, flow))
+        want_NV, history = self.model.logits(flow), self.state.history.clone()
+        got_NV, best_N = self.card.decode(batch)
+        # Layers on given inputs come last: what they write, not what a whole step wrote, is what the next step reads.
+        after = self.state.history.clone()
+        self.state.history.copy_(history)
+        layers = self.card.layer_by_layer(batch, [self._given(before) for before, _ in seen])
+        self.state.history.copy_(after)
+        off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
+        errors = (got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)
+        return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))
+
+    def _given(self, flow: Flow) -> Given:
+        shared = flow.shared
+        topk_NK = None if shared.topk_NK is None else shared.topk_NK.int()
+        pool_NB = None if shared.candidates_NB is None else shared.candidates_NB.int()
+        return flow.x_NSD, flow.pre_NS, Chosen(source=shared.kv_source, topk_NK=topk_NK, pool_NB=pool_NB)
+
+    @staticmethod
+    def _off(before: Flow, after: Flow, got_NSD: Tensor) -> float:
+        change = (after.x_NSD.float() - before.x_NSD.float()).flatten(1).norm(dim=1)
+        return float(((got_NSD.float() - after.x_NSD.float()).flatten(1).norm(dim=1) / change).max())
+
+    def run(self) -> list[Step]:
+        """All steps."""
+        return [self.step(number) for number in range(self.steps)]

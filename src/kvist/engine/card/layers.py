@@ -1,0 +1,156 @@
+"""One decode step's layers through the GPU operators: what a `Block` means, on packed weights and device state.
+
+Reads and writes `CardState` in place and never waits for the device, so that a step can be captured in a CUDA graph. Must not
+know buckets, graphs or requests. The meaning stands in `model/`; shapes as there, and M rows of a bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvist.config import LayerSpec, ModelConfig
+from kvist.engine.card.state import CardState
+from kvist.engine.card.weights import AttentionWeights, CompressorWeights, IndexerWeights, LayerWeights, MixWeights, MoeWeights
+from kvist.kernels.experts.gpu import run_bank, run_shared
+from kvist.kernels.hyper_connections import Mix
+from kvist.kernels.hyper_connections.gpu import Entered, pass_gpu
+from kvist.kernels.index_select.gpu import ScanTiling, select_packed
+from kvist.kernels.index_select.hopper import fits
+from kvist.kernels.linear.gpu import linear_gpu
+from kvist.kernels.quantise.gpu import rows_gpu, write_rows
+from kvist.kernels.routing.gpu import route_gpu
+from kvist.kernels.sparse_attention.gpu import attend_packed
+
+Table = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the rows of a step stand; all on the device, all made once a step.
+
+    `slot_N` int32, `slot_long_N` the same as int64, `position_N` int64, `span_N2` window [start, stop), `cell_N` places in the
+    rings, `groups_G2` every query for itself; `rope` (cos, sin) by kind of layer (YaRN or not), `head_rope` the YaRN table once
+    an index head; by ratio: rows a query sees, where a new row goes (page -1: nowhere), and its group's table. `tokens`: the
+    host's bound on positions.
+    """
+
+    slot_N: Tensor
+    slot_long_N: Tensor
+    position_N: Tensor
+    span_N2: Tensor
+    cell_N: Tensor
+    text_N: Tensor
+    groups_G2: Tensor
+    rope: dict[bool, Table]
+    head_rope: Table | None
+    visible: dict[int, Tensor]
+    page: dict[int, Tensor]
+    row: dict[int, Tensor]
+    group_rope: dict[int, Table]
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the layers so far have published: the last selection and the last candidates."""
+
+    source: int | None = None
+    topk_NK: Tensor | None = None
+    pool_NB: Tensor | None = None
+
+
+def wide_product(x_NI: Tensor, w_OI: Tensor) -> Tensor:
+    """bfloat16 rows times a bfloat16 weight, float32 out: the products are exact, no sum is rounded to bfloat16."""
+    if x_NI.is_cuda:
+        return torch.mm(x_NI, w_OI.t(), out_dtype=torch.float32)
+    return x_NI.float() @ w_OI.float().t()
+
+
+def enter(config: ModelConfig, mix: MixWeights, y_ND: Tensor | None, x_NSD: Tensor, before: Mix) -> Entered:
+    """Leave one sublayer (with `y_ND`) and enter the next."""
+    return pass_gpu(
+        y_ND, x_NSD, before, mix.fn, mix.base, mix.scale, mix.norm, iterations=config.hc_sinkhorn_iters, hc_eps=config.hc_eps,
+        norm_eps=config.norm_eps, quantised=True,
+    )  # fmt: skip
+
+
+class Layers:
+    """The operators of one model on one card."""
+
+    def __init__(self, config: ModelConfig, state: CardState) -> None:
+        self.config, self.state, self.plan = config, state, config.plan
+
+    def attention(self, layer: LayerWeights, at: Places, entered: Entered, chosen: Chosen) -> tuple[Tensor, Chosen]:
+        """Normed input -> the sublayer's output [N,D] and what later layers may read."""
+        c, w, spec, quantised = self.config, layer.attention, layer.spec, entered.quantised_ND
+        assert quantised is not None
+        both = linear_gpu(quantised, w.enter, None, 1)
+        rank_NQ = rows_gpu(both[:, : c.q_lora_rank], form="fp8", norm=(w.query_norm, c.norm_eps))
+        q_NHC = linear_gpu(rank_NQ, w.query, None, 1).unflatten(1, (c.n_heads, c.head_dim))
+        ring, rope = self.state.ring(spec.index), at.rope[spec.ratio > 0]
+        assert ring.scales is not None
+        write_rows(
+            both[:, c.q_lora_rank :], ring.values, ring.scales, at.slot_N, at.cell_N, form="fp8",
+            norm=(w.entry_norm, c.norm_eps), table=rope,
+        )  # fmt: skip
+        if w.compressor is not None:
+            self._publish(w.compressor, spec, at, entered.h_ND)
+        if w.indexer is not None:
+            chosen = self._select(w.indexer, spec, at, entered.h_ND, rank_NQ, chosen)
+        pages = None if spec.ratio == 0 or chosen.source is None else self.state.pages[chosen.source]
+        out_NHC = attend_packed(
+            q_NHC, ring, at.span_N2, at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
+            window=self.plan.window, rope=rope,
+        )  # fmt: skip
+        return self._out(w, out_NHC), chosen
+
+    def _out(self, w: AttentionWeights, out_NHC: Tensor) -> Tensor:
+        return linear_gpu(linear_gpu(out_NHC.flatten(1), w.out_a, None, self.config.o_groups), w.out_b, "fp8", 1)
+
+    def _publish(self, w: CompressorWeights, spec: LayerSpec, at: Places, h_ND: Tensor) -> None:
+        """The group that this token ends becomes a row and a key; where it ends none, nothing is written (facts 5.1)."""
+        width = self.config.head_dim
+        eps = self.config.norm_eps
+        if spec.ratio == 1:
+            latent_NC = torch.nn.functional.linear(h_ND, w.project)
+        else:
+            tail = self.state.tails[spec.index]
+            tail[at.slot_long_N, at.position_N % spec.ratio] = wide_product(h_ND, w.project).unflatten(1, (2, width))
+            kv_NRC, gate_NRC = tail[at.slot_long_N].unbind(2)
+            latent_NC = (kv_NRC * gate_NRC.softmax(1)).sum(1).bfloat16()
+        latent_NC = rows_gpu(latent_NC, norm=(w.norm, eps))
+        planes, rope = self.state.rows.sources[spec.index], at.group_rope[spec.ratio]
+        page_N, row_N = at.page[spec.ratio], at.row[spec.ratio]
+        write_rows(latent_NC, planes.main_codes, planes.main_scales, page_N, row_N, form="main_fp4", table=rope)
+        key_NI = torch.nn.functional.linear(latent_NC, w.key)
+        write_rows(key_NI, planes.key_codes, planes.key_scales, page_N, row_N, form="mxfp4", norm=(w.key_norm, eps), table=rope)
+
+    def _select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
+        c, source = self.config, spec.kv_source
+        assert source is not None and at.head_rope is not None
+        q_MI = linear_gpu(rank_NQ, w.query, None, 1).view(-1, c.index_head_dim)
+        q_NJI = rows_gpu(q_MI, form="mxfp4", table=at.head_rope).unflatten(0, (-1, c.index_n_heads))
+        weight_NJ = torch.nn.functional.linear(h_ND, w.heads)
+        pages, publish = self.state.pages[source], c.candidate_topk_blocks if spec.publishes_candidates else 0
+        pool_NB = None if spec.candidate_source is None else chosen.pool_NB
+        released = fits(q_NJI, pages, c.index_topk, c.candidate_block_size, publish)
+        picked = select_packed(
+            q_NJI, weight_NJ, pages, at.slot_N, at.visible[spec.ratio], at.groups_G2, rows=at.tokens // spec.ratio,
+            k=c.index_topk, block_size=c.candidate_block_size, pool_NB=pool_NB, publish_blocks=publish,
+            tiling=None if released else ScanTiling(together=1),
+        )  # fmt: skip
+        return Chosen(source=source, topk_NK=picked.topk_NK, pool_NB=picked.candidates_NB if publish else chosen.pool_NB)
+
+    def moe(self, w: MoeWeights, at: Places, entered: Entered) -> Tensor:
+        """Normed input -> routed and shared outputs, summed in float32 and rounded once, [N,D]."""
+        c, quantised = self.config, entered.quantised_ND
+        assert quantised is not None
+        ids_NK, weights_NK = route_gpu(
+            entered.h_ND, w.gate, w.bias, w.bias_image, at.text_N, k=c.n_activated_experts, temperature=c.gate_temp,
+            normalise=c.norm_topk_prob, scale=c.route_scale,
+        )  # fmt: skip
+        routed_ND = run_bank(quantised, ids_NK, weights_NK, w.routed, c.swiglu_limit, "fp8")
+        return (routed_ND + run_shared(quantised, w.shared, c.swiglu_limit, "fp8")).bfloat16()
