@@ -105,6 +105,48 @@ def test_a_file_s_id_is_the_same_as_its_bytes(live: Live) -> None:
     assert len(live.engine.requests[-1].images) == 2
 
 
+def test_data_urls_as_clients_write_them(live: Live) -> None:
+    """VIS-06: letter case, parameters, line breaks, the other alphabet, no padding: the same picture in each API."""
+    data = next(png(seed) for seed in range(50) if {"+", "/", "="} <= set(base64.b64encode(png(seed)).decode()))
+    plain = base64.b64encode(data).decode()
+    spellings = [
+        f"data:image/png;base64,{plain}",
+        f"DATA:IMAGE/PNG;BASE64,{plain}",
+        f"data:image/png;charset=utf-8;base64,{plain}",
+        "data:image/png;base64," + "\r\n".join(plain[at : at + 76] for at in range(0, len(plain), 76)),
+        f"data:image/png;base64,{base64.urlsafe_b64encode(data).decode()}",
+        f"data:image/png;base64,{plain.rstrip('=')}",
+    ]
+    for url in spellings:
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        live.openai(ONE).chat.completions.create(model="nano", messages=[{"role": "user", "content": [part]}])
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        block = {"type": "image", "source": source}
+        live.anthropic(ONE).messages.create(model="nano", max_tokens=5, messages=[{"role": "user", "content": [block]}])
+    assert len({request.images[0].content for request in live.engine.requests[-2 * len(spellings) :]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"image_url": {"url": "data:image/png;base64,AAAA"}}, "type"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,AAAA"}, "image_url"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,not!!!base64!!!"}}, "not valid base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}, "not valid base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=A"}}, "not valid base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,iVBORw0KGgo"}}, "must begin with"),
+        ({"type": "image_url", "image_url": {"url": "ftp://x"}}, "is not fetched"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "is not fetched"),
+    ],
+)
+def test_parts_that_are_no_picture_are_named(live: Live, part: dict[str, object], words: str) -> None:
+    """VIS-06, VIS-08: refused with the reason, never answered as if nothing had been sent."""
+    before = len(live.engine.requests)
+    with pytest.raises(openai.BadRequestError, match=words):
+        live.openai(ONE).chat.completions.create(model="nano", messages=[{"role": "user", "content": [part]}])  # type: ignore[list-item]
+    assert len(live.engine.requests) == before
+
+
 def test_a_file_belongs_to_its_key(live: Live) -> None:
     """Another key neither sees, reads, uses nor deletes it, and learns no more than of an id that never was."""
     number, other = upload(live, png(4)), live.openai(OTHER)

@@ -144,3 +144,21 @@ def test_ten_thousand_malformed_requests(request: tuple[str, bytes]) -> None:
 def test_the_valid_bodies_are_valid() -> None:
     for path, body in VALID.items():
         assert LOOP.run(answer(path, json.dumps(body).encode())).status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "words"),
+    [
+        ({"image_url": {"url": "x"}}, "", "discriminator 'type'"),
+        ({"type": "audio"}, "", "'text', 'image_url'"),
+        ({"type": "image_url", "image_url": "x"}, ".image_url", "dictionary"),
+        ({"type": "image_url", "image_url": {"url": 5}}, ".image_url.url", "string, got 5"),
+        ({"type": "image_url", "image_url": {"url": "x", "alt": 1}}, ".image_url.alt", "not supported"),
+    ],
+)
+def test_a_wrong_part_is_named_by_its_place(part: dict[str, Any], place: str, words: str) -> None:
+    """Of the kinds that a content may be, the one that was meant complains, at the client's own path."""
+    body = {"model": "nano", "messages": [{"role": "user", "content": [part]}]}
+    error = LOOP.run(answer("/v1/chat/completions", json.dumps(body).encode())).json()["error"]
+    assert error["param"] == f"messages.0.content.0{place}"
+    assert words in error["message"]

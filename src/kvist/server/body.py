@@ -71,7 +71,7 @@ def parse(data: bytes, schema: type[B]) -> B:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        raise _explained(error) from error
+        raise _explained(error, value) from error
     except RecursionError as error:
         raise ApiError("invalid_json", "the body is nested too deeply; flatten it") from error
 
@@ -89,18 +89,33 @@ def _depth_exceeds(value: Any, limit: int) -> bool:
     return bool(level)
 
 
-def _explained(error: ValidationError) -> ApiError:
-    """The first problem in words: a field that nobody knows, one that must not be used, or a wrong value."""
+def _explained(error: ValidationError, body: Any) -> ApiError:
+    """The first problem in words: a field that nobody knows, one that must not be used, or a wrong value.
+
+    Where a field may be of several kinds, each kind has its complaint: the deepest one is of the kind that was meant.
+    """
     problems = error.errors(include_url=False, include_context=False)
     unknown = [problem for problem in problems if problem["type"] in ("extra_forbidden", "none_required")]
-    first = (unknown or problems)[0]
-    name = ".".join(str(part) for part in first["loc"])
+    first = max(unknown or problems, key=lambda problem: len(problem["loc"]))
+    name = _place(first["loc"], body, missing=first["type"] == "missing")
     if unknown:
         shown = _short(repr(first.get("input")))
         return ApiError("unsupported_field", f"{_short(name)} = {shown} is not supported here; leave it out", param=_short(name))
     message = first["msg"].removeprefix("Value error, ")
     shown = "" if first["type"] == "missing" else f", got {_short(repr(first.get('input')))}"
     return ApiError("invalid_value", f"{_short(name)}: {message}{shown}", param=_short(name) or None)
+
+
+def _place(path: tuple[int | str, ...], body: Any, *, missing: bool) -> str:
+    """A problem's place as the client wrote it: pydantic also names the kinds that it tried, which are no keys of the body."""
+    names: list[str] = []
+    for at, part in enumerate(path):
+        inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if inside:
+            body = body[part]
+        if inside or (missing and at == len(path) - 1):
+            names.append(str(part))
+    return ".".join(names)
 
 
 def _short(text: str) -> str:
