@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from kvist.server.errors import ApiError
-from kvist.server.fetch import WebPictures, is_public
+from kvist.server.fetch import Basket, WebPictures, is_public
 from tests.integration.test_server_files import seeing
 from tests.integration.test_server_images import png
 from tests.server_fakes import serving
@@ -118,6 +118,11 @@ PRIVATE = [
     "224.0.0.1",
     "255.255.255.255",
     "192.0.2.1",
+    "192.0.0.192",
+    "192.88.99.1",
+    "168.63.129.16",
+    "169.254.0.1",
+    "169.254.255.255",
     "::1",
     "::",
     "fe80::1%eth0",
@@ -127,6 +132,9 @@ PRIVATE = [
     "::ffff:169.254.169.254",
     "::127.0.0.1",
     "64:ff9b::7f00:1",
+    "64:ff9b:1::7f00:1",
+    "fec0::1",
+    "fd00:ec2::254",
     "2002:7f00:0001::1",
 ]
 
@@ -209,9 +217,48 @@ def test_slow_hosts_and_dead_ones(port: int) -> None:
         web(port).fetch("https://a.example/x.png", "here")
 
 
+def test_a_resolver_that_does_not_answer(port: int) -> None:
+    """Looking a name up has no deadline of its own: the fetch has."""
+    release = threading.Event()
+    pictures = WebPictures(
+        hosts=("*",),
+        max_bytes=1000,
+        timeout_s=0.2,
+        lookup=lambda host, number: [PUBLIC] * release.wait(20),
+        connect=web(port).connect,
+    )
+    began = time.monotonic()
+    with pytest.raises(ApiError, match=r"not within 0\.2 s"):
+        pictures.fetch("http://a.example/x.png", "here")
+    assert time.monotonic() - began < 2
+    release.set()
+
+
+def test_a_request_s_pictures_together(port: int) -> None:
+    """A long list of addresses fetches no more bytes, and for no longer, than one request may."""
+    size = len(png(1))
+    basket = Basket(web(port), max_bytes=2 * size + 10, seconds=60)
+    for _ in range(2):
+        assert basket.fetch("http://a.example/x.png", "here") == png(1)
+    with pytest.raises(ApiError, match="more than 10 bytes"):
+        basket.fetch("http://a.example/x.png", "here")
+    full = Basket(web(port), max_bytes=size, seconds=60)
+    full.fetch("http://a.example/x.png", "here")
+    asked = len(Web.asked)
+    for over in (full, Basket(web(port), max_bytes=size, seconds=0)):
+        with pytest.raises(ApiError, match="together take more") as caught:
+            over.fetch("http://a.example/x.png", "there")
+        assert caught.value.param == "there"
+    assert len(Web.asked) == asked
+    late = Basket(web(port), max_bytes=size, seconds=0.3)
+    with pytest.raises(ApiError, match="not within"):
+        late.fetch("http://a.example/drip", "here")
+
+
 def test_through_the_server() -> None:
     """Off by default; with image_hosts real names are looked up, and the loopback's are refused in every API."""
-    urls = ["http://localhost/x.png", "http://127.0.0.1/x.png", "http://[::1]/x.png", "http://169.254.169.254/latest/meta-data"]
+    hosts_inside = ["localhost", "127.0.0.1", "[::1]", "169.254.169.254", "2130706433", "0x7f.1", "0177.0.0.1", "[::ffff:7f00:1]"]
+    urls = [f"http://{host}/latest/meta-data" for host in hosts_inside]
     for hosts, words in (([], "not fetched"), (["*"], "no public address")):
         with serving(seeing(), image_hosts=hosts) as live:
             for url in urls:

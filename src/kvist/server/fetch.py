@@ -1,7 +1,8 @@
 """Pictures from web addresses, for operators who allow it: public addresses of named hosts only, bounded in time and size.
 
 Owns the guard against requests to where a client must not reach (SSRF). The address is looked up once, judged, and that very
-address is connected to: a name that changes its mind in between (DNS rebinding) gains nothing. Redirects are judged anew.
+address is connected to: a name that changes its mind in between (DNS rebinding) gains nothing. Redirects are judged anew. What
+all pictures of a request take together is bounded too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from kvist.server.errors import ApiError
@@ -23,6 +25,18 @@ PORTS = {"http": 80, "https": 443}
 _TARGET_CHARACTERS = "%/:=&?~+!$,;'@()*[]"
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK = 64 << 10
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_INSIDE = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "192.0.0.0/24",  # protocol assignments; a cloud's metadata service is among them
+            "192.88.99.0/24",  # relays of 6to4, withdrawn
+            "168.63.129.16/32",  # a cloud's own services, for its machines only
+        ),
+    )
+)
+"""What `ipaddress` (of some Python versions) calls global, though it leads inside."""
 
 
 def is_public(address: str) -> bool:
@@ -35,8 +49,11 @@ def is_public(address: str) -> bool:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if inner is not None:
             return is_public(str(inner))
-        if number < 1 << 32:  # IPv4-compatible, long deprecated
+        # Site-local and IPv4-compatible addresses among others: withdrawn, but networks may still use them inside.
+        if ip not in _GLOBAL_UNICAST:
             return False
+    elif any(ip in network for network in _INSIDE):
+        return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
@@ -99,7 +116,7 @@ class WebPictures:
     def _get(self, parts: SplitResult, where: str, deadline: float) -> bytes | str:
         """A body, or the address that it has moved to."""
         host, port = parts.hostname or "", PORTS[parts.scheme]
-        addresses = self.lookup(host, port)
+        addresses = self._looked_up(host, port, deadline)
         # One private address among public ones is enough to refuse: which one is taken would be luck.
         if not addresses or not all(is_public(address) for address in addresses):
             raise _refused("the picture's host has no public address", where)
@@ -121,6 +138,19 @@ class WebPictures:
             connection.close()
             sock.close()
 
+    def _looked_up(self, host: str, port: int, deadline: float) -> list[str]:
+        """The host's addresses. The system's resolver knows no deadline: it is left behind in a thread that ends with it."""
+        found: Future[list[str]] = Future()
+
+        def look() -> None:
+            try:
+                found.set_result(self.lookup(host, port))
+            except Exception as error:  # noqa: BLE001  # raised where the result is taken
+                found.set_exception(error)
+
+        threading.Thread(target=look, daemon=True, name="kvist-lookup").start()
+        return found.result(max(0.0, deadline - time.monotonic()))
+
     def _answer(self, answer: http.client.HTTPResponse, where: str, deadline: float) -> bytes | str:
         if answer.status in _REDIRECTS:
             return answer.getheader("location") or ""
@@ -131,11 +161,30 @@ class WebPictures:
         while part := answer.read1(_CHUNK):
             size += len(part)
             if size > self.max_bytes:
-                raise _refused(f"the picture has more than {self.max_bytes} bytes (max_file_bytes)", where)
+                raise _refused(f"the picture has more than {self.max_bytes} bytes (max_file_bytes, max_body_bytes)", where)
             parts.append(part)
         if time.monotonic() >= deadline or answer.length:
             raise TimeoutError
         return b"".join(parts)
+
+
+class Basket:
+    """The pictures of one request: together at most `max_bytes` and `seconds`, each within what `web` allows. One thread."""
+
+    def __init__(self, web: WebPictures, *, max_bytes: int, seconds: float) -> None:
+        self._web, self._max_bytes, self._seconds = web, max_bytes, seconds
+        self._left, self._end = max_bytes, time.monotonic() + seconds
+
+    def fetch(self, url: str, where: str) -> bytes:
+        """As `WebPictures.fetch`. Raises ApiError, also when the request's pictures together are too much."""
+        seconds = self._end - time.monotonic()
+        if self._left <= 0 or seconds <= 0:
+            limits = f"{self._max_bytes} bytes (max_body_bytes) or {self._seconds:g} s (deadline_s)"
+            raise _refused(f"the request's pictures together take more than {limits}; send fewer", where)
+        web = replace(self._web, max_bytes=min(self._web.max_bytes, self._left), timeout_s=min(self._web.timeout_s, seconds))
+        data = web.fetch(url, where)
+        self._left -= len(data)
+        return data
 
 
 def _cut(sock: socket.socket) -> None:

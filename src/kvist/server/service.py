@@ -19,7 +19,7 @@ from kvist.server.body import Body, ClientDisconnect, read_body, wait_disconnect
 from kvist.server.captures import Captures
 from kvist.server.errors import ApiError, refused
 from kvist.server.event_stream import EventStream, started
-from kvist.server.fetch import WebPictures
+from kvist.server.fetch import Basket, WebPictures
 from kvist.server.figures import Figures
 from kvist.server.files import FileShelf
 from kvist.server.gate import tenant_of
@@ -178,7 +178,9 @@ class Service:
     def pictures(self, request: Request) -> Pictures:
         """Where this caller's pictures may come from."""
         tenant: str = request.state.tenant
-        fetch = None if self._web is None else self._web.fetch
+        fetch = None
+        if self._web is not None:
+            fetch = Basket(self._web, max_bytes=self.settings.max_body_bytes, seconds=self.settings.deadline_s).fetch
         return Pictures(stored=lambda number, where: self.files.get(tenant, number, param=where).data, fetch=fetch)
 
     async def run(self, works: Sequence[Work], request: Request) -> AsyncIterator[Piece | Ended]:
