@@ -130,9 +130,8 @@ def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
     assert outcome.end.usage.cached_tokens < 44
     tiers = second.engine.pages.tiers
     assert tiers is not None
-    assert tiers.counters.misses >= 1
     figures = gauges(second.engine)
-    assert figures["store_corrupt"] >= 1
+    assert figures["store_corrupt"] >= 1, "by whoever came to it first: the reading ahead, or the request"
     assert figures["tier_misses"] == tiers.counters.misses
     assert figures["pages_free"] + figures["pages_owned"] + figures["pages_cached"] == figures["pages_total"]
     stop(second)

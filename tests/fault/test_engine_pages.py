@@ -97,7 +97,7 @@ def test_bounded_pages_are_not_exchanged() -> None:
     """Hits of another length give the same tokens' rows other bits: each reply stays on its own, to the bit of its own oracle."""
     config = EngineConfig(pages=80, page_tokens=SIZE, max_running=4, step_cost=24, mixed_cost=24, speculation="off")
     watched = Witness(Engine(toy(0, True), config))
-    watched.engine.pages.awaits = lambda job: False  # type: ignore[method-assign]
+    watched.engine.pages.awaits = lambda job, *, busy: False  # type: ignore[method-assign]
     long = [(11 * i) % 250 + 4 for i in range(90)]
     watched.add(ask(long[:20], 1))
     watched.finish()

@@ -135,15 +135,43 @@ def test_prefetch(tmp_path: Path) -> None:
     tiers.prefetch([key(n) for n in range(100, 103)])
     assert right(tiers, range(100, 103)) == 0
     tiers.close()
-    small = Tiers(host_bytes=5 * PAGE_BYTES, store=open_store(tmp_path, files=disk))
+    small = Tiers(host_bytes=5 * PAGE_BYTES, store=open_store(tmp_path, files=disk), stage_bytes=3 * PAGE_BYTES)
     disk.read_delay_s = 0.1
     small.prefetch([key(n) for n in range(30)])
-    assert (small.counters.prefetched, small.counters.prefetch_skipped) == (5, 25), "no more than the host tier can take"
+    assert (small.counters.prefetched, small.counters.prefetch_skipped) == (5, 25), "no more than memory can take"
     small.close()
-    none = Tiers(host_bytes=0, store=open_store(tmp_path))
+    none = Tiers(host_bytes=0, store=open_store(tmp_path), stage_bytes=0)
     none.prefetch([key(0)])
     assert none.counters.prefetch_skipped == 1 and right(none, [0]) == 1
     none.close()
+
+
+def test_pages_read_ahead_wait_without_a_host_tier(tmp_path: Path) -> None:
+    """At most `stage_bytes` of them, each given once; a thread that ends early leaves nobody waiting."""
+    store = open_store(tmp_path)
+    store.put([page(n) for n in range(30)])
+    tiers = Tiers(host_bytes=0, store=store, stage_bytes=8 * PAGE_BYTES)
+    for first, there in ((0, 8), (8, 4)):
+        tiers.prefetch([key(n) for n in range(first, first + there)])
+        while any(tiers.arriving(key(n)) for n in range(30)):
+            time.sleep(0.001)
+    read = store.counters.hits
+    assert read == 12
+    assert tiers.where([key(11)]) == ["disk"], "where a page came from, whatever has been read of it"
+    assert right(tiers, range(4, 12)) == 8
+    assert store.counters.hits == read, "what was read ahead is read again"
+    assert right(tiers, [4, 0]) == 2
+    assert store.counters.hits == read + 2, "given twice, or more was kept than there is room for"
+    assert tiers.counters.disk_hits == 10
+
+    def broken(keys: list[bytes]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store.get_many = broken  # type: ignore[assignment,method-assign]
+    tiers.prefetch([key(20), key(21)])
+    assert right(tiers, [20, 21]) <= 2
+    assert not tiers.arriving(key(20)) and not tiers.arriving(key(21))
+    tiers.close()
 
 
 def test_write_errors_lose_the_copy_not_the_page(tmp_path: Path) -> None:

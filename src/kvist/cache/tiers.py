@@ -6,9 +6,10 @@ is bytes. `offer` when a page is published, `get` when a match ends in `host` or
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -23,6 +24,8 @@ _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
 _READ_PAGES: Final = 64
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,15 +75,24 @@ class Tiers:
     """Host memory and disk behind one door. Safe from any thread; closes the store that it was given.
 
     `host_bytes`: budget of the host tier. `queue_bytes`: most unwritten bytes; beyond it the oldest unwritten page is given up
-    (it stays in host memory as long as that keeps it) and counted. `read_timeout_s`: how long a `get` may wait for the disk
+    (it stays in host memory as long as that keeps it) and counted. `stage_bytes`: most bytes that are read ahead and wait to be
+    asked for, whatever the host tier keeps; beyond it the oldest go. `read_timeout_s`: how long a `get` may wait for the disk
     before it counts as a miss; None waits.
     """
 
     def __init__(
-        self, *, host_bytes: int, store: PageStore | None, queue_bytes: int = 256 << 20, read_timeout_s: float | None = None
+        self,
+        *,
+        host_bytes: int,
+        store: PageStore | None,
+        queue_bytes: int = 256 << 20,
+        stage_bytes: int = 256 << 20,
+        read_timeout_s: float | None = None,
     ) -> None:
         if queue_bytes < 0:
             raise ValueError(f"a write queue of {queue_bytes} bytes; 0 writes nothing, else at least one page")
+        if stage_bytes < 0:
+            raise ValueError(f"{stage_bytes} bytes for pages read ahead; 0 for the host tier's room only, else at least one page")
         if read_timeout_s is not None and read_timeout_s <= 0:
             raise ValueError(f"a read timeout of {read_timeout_s} s; give a positive time, or None to wait")
         self.host, self.store, self.counters = HostTier(host_bytes), store, TierCounters()
@@ -89,6 +101,9 @@ class Tiers:
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
         self._arriving: dict[bytes, Future[memoryview | None]] = {}
+        self._staged: OrderedDict[bytes, memoryview] = OrderedDict()
+        page_bytes = 1 if store is None else store.geometry.page_bytes
+        self._stage_pages, self._room = stage_bytes // page_bytes, max(stage_bytes, host_bytes) // page_bytes
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvist-page-reader") if store is not None else None
@@ -151,6 +166,7 @@ class Tiers:
             payload = None if page is None else page.payload
         if payload is not None:
             self._count("host_hits")
+            self._staged.pop(key, None)
             return payload
         try:
             from_disk = self._from_disk(key)
@@ -161,16 +177,16 @@ class Tiers:
         return from_disk
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Begin to read pages that a request will want, in order, into the host tier. Returns at once; what is here or on its way
-        is left alone, and what the host tier has no room for is skipped and counted."""
+        """Begin to read pages that a request will want, in order, into memory. Returns at once; what is here or on its way
+        is left alone, and what there is no room for is skipped and counted."""
         if self.store is None:
             return
-        room, wanted = self.host.budget_bytes // self.store.geometry.page_bytes, []
+        wanted: list[bytes] = []
         with self._changed:
             for key in keys:
-                if key in self._arriving or self.in_memory(key):
+                if key in self._arriving or key in self._staged or self.in_memory(key):
                     continue
-                if len(self._arriving) >= room or self._closing:
+                if len(self._arriving) >= self._room or self._closing:
                     self.counters.prefetch_skipped += 1
                     continue
                 self._arriving[key] = Future()
@@ -178,6 +194,10 @@ class Tiers:
             self.counters.prefetched += len(wanted)
             for at in range(0, len(wanted), _READ_PAGES):
                 self._start_reading(wanted[at : at + _READ_PAGES])
+
+    def arriving(self, key: bytes) -> bool:
+        """Whether a page is being read ahead right now."""
+        return key in self._arriving
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request wants these pages (in chain order) though it found them in a higher tier."""
@@ -192,6 +212,7 @@ class Tiers:
             with self._changed:
                 unwritten = self._queue.pop(key, None)
                 self.queued_bytes -= 0 if unwritten is None else len(unwritten.payload)
+                self._staged.pop(key, None)
             self.host.drop(key)
         if self.store is not None:
             self.store.condemn(keys)
@@ -228,6 +249,7 @@ class Tiers:
             for coming in self._arriving.values():
                 coming.cancel()
             self._arriving.clear()
+            self._staged.clear()
         if self.store is not None:
             self.store.close()
         return done
@@ -236,12 +258,16 @@ class Tiers:
         if self.store is None:
             return None
         with self._changed:
-            coming = self._arriving.get(key)
-            if coming is None and self._timeout_s is not None:
+            staged, coming = self._staged.pop(key, None), self._arriving.get(key)
+            if staged is None and coming is None and self._timeout_s is not None:
                 coming = self._arriving[key] = Future()
                 self._start_reading([key])
+        if staged is not None:
+            return staged
         if coming is not None:
-            return coming.result(self._timeout_s)
+            payload = coming.result(self._timeout_s)
+            self._staged.pop(key, None)
+            return payload
         payload = self.store.get(key)
         if payload is not None:
             self.host.put(key, payload)
@@ -252,15 +278,29 @@ class Tiers:
         self._readers.submit(self._read, keys)
 
     def _read(self, keys: list[bytes]) -> None:
-        """Bring pages into the host tier; who waits for one gets it as soon as it is there."""
+        """Bring pages into memory; who waits for one gets it as soon as it is there."""
         assert self.store is not None
-        for key, payload in zip(keys, self.store.get_many(keys), strict=True):
-            if payload is not None:
-                self.host.put(key, payload)
-            with self._changed:
-                coming = self._arriving.pop(key, None)
-            if coming is not None and coming.set_running_or_notify_cancel():
-                coming.set_result(payload)
+        left = deque(keys)
+        try:
+            for payload in self.store.get_many(keys):
+                self._arrived(left.popleft(), payload)
+        except Exception:
+            log.exception("%s: reading pages ahead ended early; they count as absent", self.store.folder)
+        finally:
+            for key in left:  # nobody may wait for ever
+                self._arrived(key, None)
+
+    def _arrived(self, key: bytes, payload: memoryview | None) -> None:
+        if payload is not None:
+            self.host.put(key, payload)
+        with self._changed:
+            coming = self._arriving.pop(key, None)
+            if payload is not None and self._stage_pages:
+                self._staged[key] = payload
+                while len(self._staged) > self._stage_pages:
+                    self._staged.popitem(last=False)
+        if coming is not None and coming.set_running_or_notify_cancel():
+            coming.set_result(payload)
 
     def _write_behind(self) -> None:
         assert self.store is not None

@@ -129,6 +129,7 @@ class Pages:
             if len(there) < len(keys):
                 break
         self.tiers.prefetch(wanted)
+        job.coming = wanted[::-1]
 
     def _keys(self, digest: bytes, provenance: int) -> list[bytes]:
         return [page_key(digest, kind) for kind in dict.fromkeys((EXACT, provenance))]
@@ -182,9 +183,13 @@ class Pages:
             exact = exact and entry.provenance == EXACT
         return Hit(whole, None, len(whole) * self.page_tokens, exact, tiers)
 
-    def awaits(self, job: Job) -> bool:
+    def awaits(self, job: Job, *, busy: bool) -> bool:
         """See `scheduler.PageBook.awaits`."""
         assert job.chain is not None
+        while job.coming and (self.tiers is None or not self.tiers.arriving(job.coming[-1])):
+            job.coming.pop()
+        if busy and job.coming:
+            return True
         if job.request.prompt_logprobs is not None or not self._coming:
             return False
         digests, accepted = job.chain.digests, job.replay_length

@@ -205,7 +205,8 @@ class Job:
     `computed`: positions whose rows exist for this job (the next piece starts here). `known`: positions whose tokens are
     final and computed, all finite. `published`: leading pages that the prefix index has been offered. `offered`: numbers of
     pages that others can find because of this job; `adopted`: of pages that were exchanged for another's; `copied`: key of the
-    page that the part of a page at the hit's end was copied from.
+    page that the part of a page at the hit's end was copied from. `coming`: keys of pages that are read ahead, the last one
+    first, as far as they have not been seen to arrive.
     """
 
     def __init__(self, number: int, request: Request, arrival: float) -> None:
@@ -234,6 +235,7 @@ class Job:
         self.offered: set[int] = set()
         self.adopted: set[int] = set()
         self.copied: bytes | None = None
+        self.coming: list[bytes] = []
         self.reply: Any = None
 
     def __len__(self) -> int:

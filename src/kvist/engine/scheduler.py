@@ -74,8 +74,9 @@ class PageBook(Protocol):
         """The job is about to give its pages up; with `keep`, all that it has computed may be offered to others."""
         ...
 
-    def awaits(self, job: Job) -> bool:
-        """Whether the next page that the cache lacks for the job is being computed for another one right now."""
+    def awaits(self, job: Job, *, busy: bool) -> bool:
+        """Whether the next page that the cache lacks for the job is being computed for another one right now; while others are
+        `busy`, also whether pages for it are on their way from a disk."""
         ...
 
     def begin(self, job: Job) -> None:
@@ -362,11 +363,11 @@ class Scheduler:
         """The prefill that gets budget next, of those under way and the queue (whose job is admitted by that)."""
         turn[:] = [job for job in turn if job.state is State.PREFILL]
         best = min(turn, key=self._rank, default=None)
-        # A job whose pages are being computed for another is admitted some steps later and then hits them; who stands behind
-        # it does not wait for that.
+        # A job whose pages are being computed for another, or read, is admitted some steps later and then hits them; who stands
+        # behind it does not wait for that.
         turns = self.queue.turns() if self._may_admit() else iter(())
         near = (job for job in islice(turns, LOOK_AHEAD) if best is None or self._rank(job) < self._rank(best))
-        head = next((job for job in near if not self.book.awaits(job)), None)
+        head = next((job for job in near if not self.book.awaits(job, busy=bool(self.running))), None)
         if head is not None and self._admit(step, head):
             return head
         if best is not None and best.state is State.PREFILL:
