@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -66,6 +67,28 @@ def test_stream_with_tools(live: Live) -> None:
     whole = live.anthropic().messages.create(model="nano", max_tokens=500, messages=ask("use tools"), tools=[TOOL])
     assert [block.type for block in whole.content] == [block.type for block in final.content]
     assert whole.content[3].input == {"zone": "CET"}
+
+
+def test_the_order_of_events(live: Live) -> None:
+    """Each block begins, grows and ends before the next one begins; then the message's end: read from the wire, name by name."""
+    body = {"model": "nano", "max_tokens": 500, "messages": ask("use tools"), "tools": [TOOL], "stream": True}
+    with live.http() as http, http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
+    names, events = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [f"event: {event['type']}" for event in events]
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    assert events[0]["message"]["content"] == []
+    assert events[0]["message"]["stop_reason"] is None
+    blocks = [list(group) for _, group in itertools.groupby(events[1:-2], key=lambda event: event["index"])]
+    assert [block[0]["index"] for block in blocks] == [0, 1, 2, 3]
+    deltas = {"thinking": {"thinking_delta", "signature_delta"}, "text": {"text_delta"}, "tool_use": {"input_json_delta"}}
+    for block, kind in zip(blocks, ("thinking", "text", "tool_use", "tool_use"), strict=True):
+        types = [event["type"] for event in block]
+        assert types == ["content_block_start", *["content_block_delta"] * (len(types) - 2), "content_block_stop"]
+        assert block[0]["content_block"]["type"] == kind
+        assert {event["delta"]["type"] for event in block[1:-1]} == deltas[kind]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 0
 
 
 def test_history_of_tools(live: Live) -> None:

@@ -271,6 +271,22 @@ def test_request_ids_and_unknown_paths() -> None:
         assert "passwd" not in figures, "a client's path became a label"
 
 
+def test_made_up_methods_are_no_labels(caplog: pytest.LogCaptureFixture) -> None:
+    """A method is any word: what a client makes up neither grows the figures nor stands in the log."""
+    caplog.set_level(logging.DEBUG)
+    with serving(says("hi")) as live, live.http() as http:
+        for number in range(3):
+            assert http.request(f"{KEY}{number}", "/live").status_code == 405
+        assert http.delete("/v1/files/file-0").status_code == 404
+        figures = http.get("/metrics").text
+    assert KEY not in figures
+    assert 'method="other",route="/live",status="405"} 3.0' in figures
+    assert 'method="DELETE",route="/v1/files/{number}",status="404"} 1.0' in figures
+    ours = [record for record in caplog.records if record.name.startswith("kvist")]
+    assert [record.fields["method"] for record in ours if record.getMessage() == "request"][:4] == [*["other"] * 3, "DELETE"]  # type: ignore[attr-defined]
+    assert not any(KEY in str(record.__dict__) for record in ours)
+
+
 def drained(live: Live, drain_s: float) -> list[object]:
     """Start a stream, begin to stop the server in its own thread as a signal would, and collect what the stream says."""
     got: list[object] = []

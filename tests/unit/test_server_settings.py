@@ -44,6 +44,18 @@ def test_refusals(values: dict[str, object], message: str) -> None:
     assert read_settings(host="0.0.0.0", open_to_all=True).port == 8000
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_this_machine_s_own_addresses_need_no_key(host: str) -> None:
+    assert read_settings(host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["127.example.com", "localhost.example.com", "::", "::ffff:10.0.0.1", "0.0.0.0", "10.0.0.1"])
+def test_all_other_addresses_need_one(host: str) -> None:
+    """A name that only begins like a loopback address is somebody's name."""
+    with pytest.raises(ValueError, match="reachable from outside"):
+        read_settings(host=host)
+
+
 def test_a_bad_setting_s_value_is_not_shown() -> None:
     with pytest.raises(ValueError, match="api_keys") as caught:
         read_settings(api_keys="secretsecret")  # type: ignore[arg-type]

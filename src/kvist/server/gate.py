@@ -30,6 +30,7 @@ from kvist.server.tracing import Tracing
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/live", "/health")
 ADMIN_PATHS = "/kvist/pins"
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -120,7 +121,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         number = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope["state"] = {**scope.get("state", {}), "id": number, "tenant": "", "facts": {}}
-        span = None if self._tracing is None else self._tracing.begin(headers, scope["method"], scope["path"])
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        span = None if self._tracing is None else self._tracing.begin(headers, method, scope["path"])
         scope["state"]["span"] = span
         began, status = time.perf_counter(), 0
 
@@ -143,12 +145,12 @@ class Gate:
             await self._reply(scope, sending, ApiError("internal_error", "a fault of the server; its log has more"), status)
         seconds = time.perf_counter() - began
         if self._tracing is not None and span is not None:
-            self._tracing.end(span, scope["method"], _route(scope), status or 499, number, scope["state"]["facts"])
-        self._figures.ended(_route(scope), scope["method"], status or 499, seconds)
+            self._tracing.end(span, method, _route(scope), status or 499, number, scope["state"]["facts"])
+        self._figures.ended(_route(scope), method, status or 499, seconds)
         note(
             "request",
             id=number,
-            method=scope["method"],
+            method=method,
             route=_route(scope),
             status=status or 499,
             seconds=round(seconds, 4),

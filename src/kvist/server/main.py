@@ -66,7 +66,8 @@ def serve_app(service: Service, *, on_ready: Callable[[int], None] | None = None
     settings = service.settings
 
     def ready(port: int) -> None:
-        note("ready", address=f"http://{settings.host}:{port}", model=service.names[0], context=service.served.context)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        note("ready", address=f"http://{host}:{port}", model=service.names[0], context=service.served.context)
         if on_ready is not None:
             on_ready(port)
 

@@ -5,6 +5,7 @@ Owns names, limits and their words; docs/server.md's table is made from here. Mu
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
@@ -111,7 +112,10 @@ class ServerSettings(BaseSettings):
 
 def is_loopback(host: str) -> bool:
     """Whether an address to bind is this machine's own."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _with_file(file: Path) -> type[ServerSettings]:
