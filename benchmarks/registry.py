@@ -19,6 +19,7 @@ MODULES: dict[str, str] = {
     "page-bookkeeping": "page_bookkeeping",
     "page-store": "page_store",
     "sampler-step": "sampler_step",
+    "step-cost": "step_cost",
     "engine": "engine_speed",
     "engine-modes": "engine_modes",
     "replay-cost": "replay_cost",
