@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvist.server.app import create_app, create_service
+from kvist.server.logs import JsonLines
 from kvist.server.settings import read_settings
 from tests.server_fakes import says, scripted
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+PROMPT = "PRIVATEWORDS"
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "nano",
-        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}],
+        "messages": [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "y", "reasoning_content": "z"}],
         "tools": [TOOL],
         "stop": ["a"],
         "max_tokens": 4,
@@ -31,11 +34,11 @@ VALID: dict[str, dict[str, Any]] = {
         "response_format": {"type": "text"},
         "stream": False,
     },
-    "/v1/completions": {"model": "nano", "prompt": ["x", "y"], "max_tokens": 3, "logprobs": 1, "echo": True, "n": 2},
+    "/v1/completions": {"model": "nano", "prompt": [PROMPT, "y"], "max_tokens": 3, "logprobs": 1, "echo": True, "n": 2},
     "/v1/responses": {
         "model": "nano",
         "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": PROMPT}]},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "o"},
         ],
@@ -46,12 +49,12 @@ VALID: dict[str, dict[str, Any]] = {
         "model": "nano",
         "max_tokens": 4,
         "system": "s",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "auto"},
     },
-    "/v1/messages/count_tokens": {"model": "nano", "messages": [{"role": "user", "content": "x"}]},
-    "/tokenize": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages/count_tokens": {"model": "nano", "messages": [{"role": "user", "content": PROMPT}]},
+    "/tokenize": {"messages": [{"role": "user", "content": PROMPT}]},
 }
 SCALARS = st.one_of(
     st.none(),
@@ -106,11 +109,36 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 19)) == 0 else data
 
 
-APP = create_app(create_service(scripted(says("ok</think>fine")), read_settings(max_choices=4)))
+KEY = "kv-fuzz-key-0123456789"
+APP = create_app(create_service(scripted(says("ok</think>fine")), read_settings(max_choices=4, api_keys=[KEY])))
 
 
 LOOP = asyncio.Runner()
-CLIENT = httpx.AsyncClient(transport=httpx.ASGITransport(app=APP), base_url="http://localhost")
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CLIENT = httpx.AsyncClient(transport=httpx.ASGITransport(app=APP), base_url="http://localhost", headers=HEADERS)
+
+
+class Listener(logging.Handler):
+    """The server's log as it would be written; `lines` are those since it was last emptied."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.setFormatter(JsonLines())
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[Listener]:
+    listener, logger = Listener(), logging.getLogger("kvist.server")
+    before = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.DEBUG)
+    yield listener
+    logger.removeHandler(listener)
+    logger.setLevel(before)
 
 
 async def answer(path: str, data: bytes) -> httpx.Response:
@@ -118,9 +146,13 @@ async def answer(path: str, data: bytes) -> httpx.Response:
         return await CLIENT.post(path, content=data)
 
 
-def check(request: tuple[str, bytes]) -> None:
+def check(request: tuple[str, bytes], log: Listener) -> None:
     path, data = request
+    log.lines.clear()
     response = LOOP.run(answer(path, data))
+    assert len(log.lines) == 1, "a request is one line; a fault would have a trace besides"
+    assert KEY not in log.lines[0]
+    assert PROMPT not in log.lines[0]
     assert response.status_code < 500, (response.text, data)
     if response.status_code != 200:
         message = response.json()["error"]["message"]
@@ -130,15 +162,15 @@ def check(request: tuple[str, bytes]) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
-def test_malformed_requests(request: tuple[str, bytes]) -> None:
-    check(request)
+def test_malformed_requests(log: Listener, request: tuple[str, bytes]) -> None:
+    check(request, log)
 
 
 @pytest.mark.long
 @settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
-def test_ten_thousand_malformed_requests(request: tuple[str, bytes]) -> None:
-    check(request)
+def test_ten_thousand_malformed_requests(log: Listener, request: tuple[str, bytes]) -> None:
+    check(request, log)
 
 
 def test_the_valid_bodies_are_valid() -> None:
