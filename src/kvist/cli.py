@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvist.cli_bench import bench
 from kvist.version import VERSION
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ checkpoint_app = typer.Typer(help="Look into, check and convert checkpoints.", n
 app.add_typer(checkpoint_app, name="checkpoint")
 cache_app = typer.Typer(help="Look into, prove, cut down and export a store of cache pages.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.command()(bench)
 
 Store = Annotated[Path, typer.Argument(metavar="DIR", help="the directory of a page store")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a folder, a shipped name (nano) or a hub id")]
@@ -493,7 +495,3 @@ def export_cache(folder: Store, out: Annotated[Path, typer.Argument(metavar="OUT
     store = PageStore.open(folder, read_only=True)
     print(f"{export(store, out):,} pages in {out}")
     store.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
-
 from typing import TYPE_CHECKING
 
 import pytest

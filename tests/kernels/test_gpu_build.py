@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's compiler (no GPU), not its interpreter",
 )
 D, F, EXPERTS = 5120, 2304, 2
-MODULES = ("experts", "linear", "hyper_connections", "routing", "quantise")
+MODULES = ("experts", "linear", "hyper_connections", "routing", "quantise", "engram")
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +115,18 @@ def test_rows() -> None:
             codes, scales = (torch.empty(2, 8, size, dtype=torch.uint8) for size in (code, scale))
             write_rows(rows(4, width), codes, scales, place, place, form=form, norm=(torch.empty(width), 1e-20), table=table)
     assert [kernel.local_bytes for kernel in built] == [0] * 4
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_engram(n: int) -> None:
+    from hopper import building
+
+    from kvist.kernels.engram.gpu import HashTables, StoredRows, add_memory, gather_rows
+
+    ids, tables = torch.zeros(n, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
+    hashes = HashTables(torch.ones(4, dtype=torch.int64), tables, tables, 7)
+    stored = StoredRows(torch.empty(64, 256, dtype=torch.uint8), torch.empty(64, 8, dtype=torch.uint8))
+    with building() as built:
+        gather_rows(ids, ids, torch.zeros(2, 3, dtype=torch.int64), ids, hashes, stored, 8)
+        add_memory(torch.empty(n, 4, D, dtype=torch.bfloat16), rows(n, 5 * D), torch.empty(4, D), 1e-20)
+    assert [kernel.local_bytes for kernel in built] == [0, 0]

@@ -60,7 +60,7 @@ def released_heads_config() -> ModelConfig:
 
 
 class ExactScores(PagedMemory):
-    """The engine's memory with index scores that are not rounded between steps, as the card's are: bfloat16 makes ties of them."""
+    """The engine's memory with index scores that are not rounded between steps, as the card's are not: bfloat16 makes ties."""
 
     def select(
         self, source: int, rows: BatchRows, q_NJI: Tensor, weight_NJ: Tensor, pool_NB: Tensor | None, publish: bool
@@ -92,8 +92,8 @@ class Beside:
         self.source = torch.Generator().manual_seed(seed + 1)
         longest = max(contexts) + steps
         self.memory = ExactScores(
-            config, numerics, pages=self._pages(longest, page_tokens), slots=len(contexts), verify_rows=1, page_tokens=page_tokens,
-            device=device,
+            config, numerics, pages=self._pages(longest, page_tokens), slots=len(contexts), verify_rows=1,
+            page_tokens=page_tokens, device=device,
         )  # fmt: skip
         size = self.memory.layout.page_tokens
         each = -(-longest // size)

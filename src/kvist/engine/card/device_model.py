@@ -55,8 +55,8 @@ class Buffers:
         self.text_M = torch.ones(size, dtype=torch.bool, device=state.device)
         alone = torch.arange(size, dtype=torch.int32, device=state.device)
         self.groups_G2 = torch.stack([alone, torch.ones_like(alone)], 1).contiguous()
-        self.first_M4 = torch.zeros(size, config.hc_mult, device=state.device)
-        self.first_M4[:, 0] = 1.0
+        self.first_MS = torch.zeros(size, config.hc_mult, device=state.device)
+        self.first_MS[:, 0] = 1.0
 
     @property
     def tokens_M(self) -> Tensor:
@@ -131,13 +131,13 @@ class DeviceModel:
         self._check(batch)
         held = self.buffers(len(batch.tokens))
         held.fill(batch, self.state.spare)
-        found, at, outs = self._remember(held), self._places(held, self.reach_of(max(batch.positions) + 1)), []
+        found, at, outs = self.remember(held), self.places(held, self.reach_of(max(batch.positions) + 1)), []
         for layer, (x_NSD, pre_NS, chosen) in zip(self.weights.layers, given, strict=True):
             room = (0, held.size - len(x_NSD))
             x_MSD, pre_MS = (torch.nn.functional.pad(part, (0, 0) * (part.dim() - 1) + room) for part in (x_NSD, pre_NS))
             published = replace(chosen, topk_NK=_padded(chosen.topk_NK, held.size), pool_NB=_padded(chosen.pool_NB, held.size))
             mix = Mix(pre_MS, pre_MS, pre_MS)
-            out = self._layer(layer, at, found, x_MSD, mix, None, published)
+            out = self.layer(layer, at, found, x_MSD, mix, None, published)
             outs.append(leave_gpu(out[2], out[0], out[1])[: len(x_NSD)])
         return outs
 
@@ -149,7 +149,7 @@ class DeviceModel:
         """
         reach = self.reach_of(tokens)
         if not self.graphs:
-            return lambda: self._step(held, reach, advance)
+            return lambda: self.step(held, reach, advance)
         key = (held.size, reach, advance)
         if key not in self._captured:
             self._captured[key] = self._capture(held, reach, advance)
@@ -168,7 +168,7 @@ class DeviceModel:
     def _check(self, batch: Batch) -> None:
         if not len(batch.tokens) == len(batch.positions) == len(batch.slots):
             raise ValueError(
-                f"{len(batch.tokens)} tokens, {len(batch.positions)} positions and {len(batch.slots)} slots; a row needs one of each"
+                f"{len(batch.tokens)} tokens, {len(batch.positions)} positions, {len(batch.slots)} slots; a row needs one of each"
             )
         if len(set(batch.slots)) != len(batch.slots):
             raise ValueError(f"slots {list(batch.slots)} repeat; a step takes one token a request")
@@ -186,23 +186,23 @@ class DeviceModel:
         held.input_3M.zero_()
         held.input_3M[2] = self.state.spare
         for _ in range(2):
-            self._step(held, reach, advance=False)
+            self.step(held, reach, advance=False)
         torch.cuda.synchronize(self.state.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._step(held, reach, advance)
+            self.step(held, reach, advance)
         held.input_3M.copy_(kept)
         return graph
 
     @torch.inference_mode()
-    def _step(self, held: Buffers, reach: int, advance: bool) -> None:
-        found = self._remember(held)
-        at = self._places(held, reach)
+    def step(self, held: Buffers, reach: int, advance: bool) -> None:
+        found = self.remember(held)
+        at = self.places(held, reach)
         c = self.config
         x_NSD = self.weights.embed[held.tokens_M].unsqueeze(1).repeat(1, c.hc_mult, 1)
-        mix, chosen, y_ND = Mix(held.first_M4, held.first_M4, held.first_M4), Chosen(), None
+        mix, chosen, y_ND = Mix(held.first_MS, held.first_MS, held.first_MS), Chosen(), None
         for layer in self.weights.layers:
-            x_NSD, mix, y_ND, chosen = self._layer(layer, at, found, x_NSD, mix, y_ND, chosen)
+            x_NSD, mix, y_ND, chosen = self.layer(layer, at, found, x_NSD, mix, y_ND, chosen)
         last = self.weights.layers[-1].moe_mix
         # The pass that leaves the last layer also collapses and norms: its coefficients are not used.
         ended = enter(c, _with_norm(last, self.weights.norm), y_ND, x_NSD, mix)
@@ -213,7 +213,7 @@ class DeviceModel:
             held.tokens_M.copy_(held.best_M)
             held.positions_M.add_(1)
 
-    def _layer(
+    def layer(
         self,
         layer: LayerWeights,
         at: Places,
@@ -234,8 +234,8 @@ class DeviceModel:
         entered = enter(c, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
         return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen
 
-    def _remember(self, held: Buffers) -> dict[int, Tensor]:
-        """Start reading the Engram rows of this step on the side stream: ids depend on tokens alone, so all layers read at once."""
+    def remember(self, held: Buffers) -> dict[int, Tensor]:
+        """Start reading the step's Engram rows on the side stream: ids depend on tokens alone, so all layers read at once."""
         wanted = [layer for layer in self.weights.layers if layer.engram is not None]
         if not wanted:
             return {}
@@ -266,7 +266,7 @@ class DeviceModel:
         new_M1 = self.weights.class_V[held.tokens_M].unsqueeze(1)
         self.state.history[held.slots_M] = torch.cat([new_M1, self.state.history[held.slots_M]], 1)[:, :back]
 
-    def _places(self, held: Buffers, reach: int) -> Places:
+    def places(self, held: Buffers, reach: int) -> Places:
         plan, position_M, slot_M = self.config.plan, held.positions_M, held.slots_M
         ratios = sorted({spec.ratio for spec in plan.kv_sources})
         page_tokens = self.state.layout.page_tokens

@@ -56,7 +56,7 @@ class CompressorWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerWeights:
-    """`query` panels of [J*I, Q]; `heads` bfloat16 [J, D] with the constant I^-0.5 J^-0.5 in it (a power of two in the release)."""
+    """`query` panels of [J*I, Q]; `heads` bfloat16 [J, D] times I^-0.5 J^-0.5 (a power of two in the release)."""
 
     query: PanelWeight
     heads: Tensor
@@ -233,7 +233,7 @@ def _compressor(part: Compressor | None, indexer: Indexer | None, name: str, dev
     if part is None:
         return None
     assert indexer is not None and indexer.wk is not None and indexer.k_norm is not None, "a source scores its own keys"
-    weights = [part.wkv.weight] if part.wgate is None else [part.wkv.weight, part.wgate.weight]
+    weights: list[Tensor] = [part.wkv.weight] if part.wgate is None else [part.wkv.weight, part.wgate.weight]
     return CompressorWeights(
         project=bf16(torch.cat(weights), f"{name}.compressor").to(device),
         norm=_float(part.norm.weight, device),

@@ -31,7 +31,7 @@ class HashTables(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """A table as stored: `codes` uint8 [rows, W] (E4M3), `scales` uint8 [rows, W/32] (E8M0), pinned on the host or on the device."""
+    """A table as stored, on the device or pinned on the host: uint8 `codes` [rows, W] (E4M3), `scales` [rows, W/32] (E8M0)."""
 
     codes: Tensor
     scales: Tensor

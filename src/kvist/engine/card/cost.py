@@ -1,0 +1,89 @@
+"""What one decode step must read and hold, operator by operator: arithmetic on a configuration, no torch, no device.
+
+Floors are bytes over the card's read bandwidth. Must not know how a step is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvist.config import ModelConfig
+from kvist.page_layout import PageLayout
+
+FP8, FP4, BF16, F32 = 1 + 1 / 1024, 0.5 + 1 / 32, 2.0, 4.0
+"""Bytes a weight, scales included (one for 32 x 32, one for 1 x 32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes that one kind of operator reads and writes in a step."""
+
+    name: str
+    nbytes: float
+
+
+def distinct(experts: int, active: int, rows: int) -> float:
+    """How many of `experts` are expected to be chosen by `rows` rows that choose `active` each, evenly."""
+    return experts * (1 - (1 - active / experts) ** rows)
+
+
+def projections(c: ModelConfig) -> int:
+    """FP8 weights of one layer's attention."""
+    enter, query = (c.q_lora_rank + c.head_dim) * c.dim, c.n_heads * c.head_dim * c.q_lora_rank
+    return enter + query + c.o_lora_rank * c.n_heads * c.head_dim + c.dim * c.o_groups * c.o_lora_rank
+
+
+def step_parts(c: ModelConfig, batch: int, context: int) -> list[Part]:
+    """A step of `batch` requests whose contexts hold `context` tokens each. Sums are expectations where experts are chosen."""
+    plan, layers, expert = c.plan, len(c.plan.layers), 3 * c.dim * c.moe_inter_dim
+    selecting = [spec for spec in plan.layers if spec.selects]
+    keys = window = selected = 0.0
+    for spec in plan.layers:
+        rows = context // spec.ratio if spec.ratio else 0
+        window += min(plan.window, context) * c.window_row_bytes
+        selected += min(c.index_topk, rows) * c.main_row_bytes
+        if spec.selects:
+            pool = c.candidate_topk_blocks * c.candidate_block_size if spec.candidate_source is not None else rows
+            keys += min(pool, rows) * c.key_row_bytes
+    streams = 2 * layers * (2 * c.hc_mult + 3) * c.dim * BF16
+    hashed = c.engram_columns * c.engram_head_dim * (c.hc_mult + 1) * c.dim
+    compressors = sum((1 if spec.ratio == 1 else 2) * c.dim + c.index_head_dim for spec in plan.kv_sources) * c.head_dim
+    indexer = c.index_n_heads * (c.index_head_dim * c.q_lora_rank * FP8 + c.dim * BF16)
+    routed = distinct(c.n_routed_experts, c.n_activated_experts, batch)
+    mixers = (2 * layers + 1) * (2 * c.hc_mult + c.hc_mult**2) * c.hc_mult * c.dim
+    return [
+        Part(name="routed experts, FP4", nbytes=layers * routed * expert * FP4),
+        Part(name="attention projections, FP8", nbytes=layers * projections(c) * FP8),
+        Part(name="shared experts, FP8", nbytes=layers * expert * FP8),
+        Part(name="head, bfloat16", nbytes=c.vocab_size * c.dim * BF16),
+        Part(name="Engram projections, FP8", nbytes=len(c.engram_layer_ids) * hashed * FP8),
+        Part(name="router, bfloat16", nbytes=layers * c.n_routed_experts * c.dim * BF16),
+        Part(name="hyper-connections, float32", nbytes=mixers * F32),
+        Part(name="streams between sublayers", nbytes=batch * streams),
+        Part(name="indexer weights", nbytes=len(selecting) * indexer),
+        Part(name="compressors, bfloat16", nbytes=compressors * BF16),
+        Part(name="index keys", nbytes=batch * keys),
+        Part(name="window and selected rows", nbytes=batch * (window + selected)),
+    ]  # fmt: skip
+
+
+def step_bytes(c: ModelConfig, batch: int, context: int) -> float:
+    """The sum of `step_parts`."""
+    return sum(part.nbytes for part in step_parts(c, batch, context))
+
+
+def weight_bytes(c: ModelConfig) -> float:
+    """Device bytes of a packed backbone with every expert; Engram's tables lie on the host."""
+    routed = len(c.plan.layers) * c.n_routed_experts * 3 * c.dim * c.moe_inter_dim * FP4
+    once = {part.name: part.nbytes for part in step_parts(c, 0, 0)}
+    # the embedding is as large as the head, and only its rows are read
+    return routed + sum(once.values()) + c.vocab_size * c.dim * BF16
+
+
+def state_bytes(c: ModelConfig, batch: int, context: int, distinct_contexts: int) -> float:
+    """Device bytes of pages and rings: `distinct_contexts` of the requests have pages of their own, the others share them."""
+    layout = PageLayout.of(c)
+    pages = distinct_contexts * -(-context // layout.page_tokens) + batch
+    rings = len(c.plan.layers) * c.plan.window * c.window_row_bytes
+    tails = sum(2 * spec.ratio * c.head_dim * F32 for spec in c.plan.kv_sources if spec.ratio > 1)
+    return pages * layout.page_bytes + batch * (rings + tails)
