@@ -5,7 +5,8 @@ changes for the memory and pieces for the runner. Must not know sampling, text o
 
 Latency bound: while any request decodes, the prefill part of a step costs at most `mixed_cost` encoder rows, whatever the
 number and length of prompts, so the gap between two tokens of a request is at most the time of one step of
-`max_running x (1 + verify)` full rows and `mixed_cost` encoder rows (and one step more after a preemption).
+`max_running x (1 + verify)` full rows and `mixed_cost` encoder rows (and one step more after a preemption), beside copying pages
+of a hit from host memory and encoding pictures.
 """
 
 from __future__ import annotations
