@@ -20,7 +20,7 @@ from kvist.engine.progress import Usage
 from kvist.engine.request import Event, FinishedEvent, Request, TokenEvent
 from kvist.engine.sampling.logprobs import TokenLogprobs
 from kvist.server.app import create_service
-from kvist.server.main import serve_app
+from kvist.server.main import DrainingServer, serve_app
 from kvist.server.served import Served
 from kvist.server.service import Service
 from kvist.server.settings import read_settings
@@ -121,6 +121,7 @@ class Live:
     url: str
     service: Service
     engine: ScriptedClient
+    server: DrainingServer
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
@@ -169,7 +170,7 @@ def serving(served: Served | Script, tracing: Tracing | None = None, **settings:
     thread.start()
     assert ready.wait(10), "the server did not start"
     try:
-        yield Live(f"http://127.0.0.1:{ports[0]}", service, served.engine)  # type: ignore[arg-type]
+        yield Live(f"http://127.0.0.1:{ports[0]}", service, served.engine, server)  # type: ignore[arg-type]
     finally:
         server.should_exit = True
         thread.join(20)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+import signal
 import socket
 import threading
 import time
@@ -324,6 +325,32 @@ def test_draining_ends_what_takes_too_long_with_a_reason() -> None:
     thread.join(5)  # type: ignore[attr-defined]
     assert isinstance(got[-1], openai.APIError)  # type: ignore[index]
     assert "shut down" in str(got[-1])  # type: ignore[index]
+
+
+def test_a_second_signal_ends_at_once_with_a_reason() -> None:
+    """The first SIGTERM waits for a stream that would take minutes; the second does not, and its client is told why."""
+    got: list[object] = []
+
+    def read(live: Live) -> None:
+        try:
+            got.extend(live.openai().chat.completions.create(stream=True, **CHAT))
+        except openai.APIError as error:
+            got.append(error)
+
+    with serving(says("a</think>b", Pause(60), "c"), drain_s=60) as live:
+        thread = threading.Thread(target=read, args=(live,))
+        thread.start()
+        wait_until(lambda: live.engine.open == 1)
+        live.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: live.server.should_exit)
+        time.sleep(0.3)
+        assert thread.is_alive(), "a running stream has its time"
+        began = time.monotonic()
+        live.server.handle_exit(signal.SIGTERM, None)
+    assert time.monotonic() - began < 5
+    thread.join(5)
+    assert "shut down" in str(got[-1])
+    assert live.engine.open == 0
 
 
 def test_openapi_names_every_body() -> None:

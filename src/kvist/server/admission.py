@@ -50,6 +50,7 @@ class Admission:
     _buckets: dict[tuple[str, str], Bucket] = field(default_factory=dict)
     _generations: set[Generation] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _hurried: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
     def enter(self, tenant: str) -> Iterator[None]:
@@ -91,18 +92,21 @@ class Admission:
             self._generations.discard(generation)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing runs; after `timeout_s` end what still does. True if nothing had to be ended."""
+        """Wait until nothing runs; after `timeout_s`, or when it is hurried, end what still does. True if nothing was ended."""
         self.draining = True
         if not self.running:
             return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            for generation in self._generations:
-                generation.stop(ApiError("draining", "the server shut down before this request ended; send it again"))
-            return False
-        return True
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, self._hurried)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        for generation in self._generations:
+            generation.stop(ApiError("draining", "the server shut down before this request ended; send it again"))
+        return not self.running
+
+    def hurry(self) -> None:
+        """Let `drain` wait no longer."""
+        self._hurried.set()
 
     def take(self, kind: str, tenant: str, per_minute: int) -> None:
         """Count one of the key's `kind` of the minute (0: no limit). Raises ApiError (429)."""

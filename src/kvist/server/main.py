@@ -41,9 +41,11 @@ class DrainingServer(uvicorn.Server):
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal drains, a second one ends at once."""
+        """A first signal drains, a second one ends at once: what runs is told so and not waited for."""
         if self._service.admission.draining or self._loop is None:
             super().handle_exit(sig, frame)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._service.admission.hurry)
             self.force_exit = self.force_exit or sig in (signal.SIGINT, signal.SIGTERM)
             return
         note("draining", signal=signal.Signals(sig).name, running=self._service.admission.running)
