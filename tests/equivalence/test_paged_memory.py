@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvist.cache.maintenance import export
+from kvist.cache.page_file import HEAD_BYTES
 from kvist.cache.paged_memory import PagedMemory
+from kvist.cache.record import HEADER_BYTES, Page
+from kvist.cache.store import PageStore
 from kvist.config import ConfigError, replace
 from kvist.engine.budget import slot_bytes
 from kvist.engine.session import Sequence, Session
@@ -365,7 +370,8 @@ def test_draft_windows_after_a_hit_hold_replayed_entries_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("v41-flash", 890), ("nano", None), ("tiny", None)])
-def test_bytes_a_token_are_those_of_the_plan(name: str, expected: int | None) -> None:
+def test_bytes_a_token_are_those_of_the_plan(name: str, expected: int | None, tmp_path: Path) -> None:
+    """From the plan's rows, from the allocator, and from what a store has written of two pages."""
     config = preset(name)
     memory = PagedMemory(config, Numerics(dtype=torch.bfloat16), pages=2, slots=1, verify_rows=6)
     rows = [
@@ -376,6 +382,15 @@ def test_bytes_a_token_are_those_of_the_plan(name: str, expected: int | None) ->
     tokens_held = 2 * memory.layout.page_tokens
     assert memory.bytes_PB.nbytes - 2 * memory.layout.padding_bytes == planned * tokens_held
     assert PageLayout.of(config).bytes_per_token == planned
+    size = {"page_bytes": memory.layout.page_bytes, "page_tokens": memory.layout.page_tokens}
+    store = PageStore.open(tmp_path / "store", model=bytes(16), **size)
+    assert store.put([Page(bytes([n]) * 16, memory.page_view(n).numpy().data) for n in range(2)]) == 2
+    assert export(store, tmp_path / "pages") == 2
+    written = sum(file.stat().st_size for file in (tmp_path / "pages").glob("*.page"))
+    assert written - 2 * memory.layout.padding_bytes == planned * tokens_held
+    slots = store.stat().file_bytes - HEAD_BYTES
+    assert written <= slots <= written * 17 / 16 + 2 * (HEADER_BYTES + 512), "what a record costs beside its page"
+    store.close()
     if expected is not None:
         assert memory.bytes_PB.nbytes == expected * tokens_held
 
