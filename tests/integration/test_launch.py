@@ -10,7 +10,8 @@ import pytest
 
 from kvist.cache.store_errors import StoreBudgetTooSmall, StoreUnwritable
 from kvist.engine.errors import BudgetTooSmall
-from kvist.engine.launch import Launched, LaunchOptions, launch
+from kvist.engine.launch import Launched, LaunchOptions, launch, user_cache
+from kvist.server.settings import read_settings
 from tests.server_fakes import NANO
 
 
@@ -56,3 +57,25 @@ def test_what_cannot_be_is_named_and_leaves_the_store_to_others(tmp_path: Path) 
     assert after.tiers.store is not None
     assert not after.tiers.store.read_only, "the engine that could not start still holds the writer's lock"
     asyncio.run(after.close())
+
+
+def test_pages_are_kept_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server starts with when nothing is set: a store within a budget in the user's cache directory; 0 keeps none."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    settings = read_settings([])
+    default = launch(str(NANO), LaunchOptions(memory="200MB", cache_dir=settings.cache_dir, cache_budget=settings.cache_budget))
+    assert default.tiers is not None
+    assert default.tiers.store is not None
+    (folder,) = (tmp_path / "home" / ".cache" / "kvist" / "pages").iterdir()
+    assert any(folder.iterdir())
+    page_bytes = default.engine.engine.plan.layout.page_bytes
+    assert 3_800_000_000 < default.tiers.store.stat().capacity * page_bytes <= 4_000_000_000
+    asyncio.run(default.close())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert user_cache() == tmp_path / "cache" / "kvist" / "pages"
+    monkeypatch.undo()
+    without = started(tmp_path / "none", cache_budget="0")
+    assert without.tiers is None
+    asyncio.run(without.close())
+    assert not (tmp_path / "none").exists()
