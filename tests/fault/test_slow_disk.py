@@ -20,7 +20,7 @@ SIZE, DELAY_S = 4, 0.3
 PROMPT = [(7 * i) % 250 + 4 for i in range(41)]
 
 
-def engine(folder: Path, disk: FaultyFiles, host_bytes: int = 0) -> tuple[Scripted, Tiers]:
+def engine(folder: Path, disk: FaultyFiles, host_bytes: int = 0, patience_s: float | None = None) -> tuple[Scripted, Tiers]:
     store = PageStore.open(
         folder,
         model=store_model(MODEL.numerics, bytes(32), SIZE),
@@ -28,7 +28,7 @@ def engine(folder: Path, disk: FaultyFiles, host_bytes: int = 0) -> tuple[Script
         page_tokens=SIZE,
         files=disk,
     )
-    tiers = Tiers(host_bytes=host_bytes, store=store)
+    tiers = Tiers(host_bytes=host_bytes, store=store, read_timeout_s=patience_s)
     config = EngineConfig(pages=64, page_tokens=SIZE, max_running=3, speculation="off")
     return Scripted(config, tiers=tiers, fingerprint=bytes(32)), tiers
 
@@ -89,4 +89,18 @@ def test_a_request_that_is_alone_waits_for_its_pages(stored: Path) -> None:
     assert isinstance(end, FinishedEvent)
     assert end.usage.cached == {"device": 0, "disk": 40}
     assert fake.engine.metrics.steps - steps == 3
+    assert tiers.close()
+
+
+def test_a_disk_that_hangs_is_given_up(stored: Path) -> None:
+    """Nobody else is there to be served, and yet the engine does not stand still: the prompt is computed again, and counted."""
+    fake, tiers = engine(stored, FaultyFiles(read_delay_s=2 * DELAY_S), patience_s=0.02)
+    began = time.perf_counter()
+    events = list(fake.engine.generate(ask(PROMPT, 3)))
+    assert time.perf_counter() - began < DELAY_S
+    assert [token for event in events if isinstance(event, TokenEvent) for token in event.tokens] == follow(PROMPT, 3)
+    end = events[-1]
+    assert isinstance(end, FinishedEvent)
+    assert end.usage.cached_tokens == 0
+    assert tiers.counters.slow == 1
     assert tiers.close()

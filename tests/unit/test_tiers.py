@@ -146,6 +146,26 @@ def test_prefetch(tmp_path: Path) -> None:
     none.close()
 
 
+def drop_under_way(tiers: Tiers) -> None:
+    """A page that is doubted while it is read ahead does not arrive afterwards."""
+    assert tiers.store is not None
+    own, reading, go_on = tiers.store.get_many, threading.Event(), threading.Event()
+
+    def held(keys: list[bytes]) -> list[memoryview | None]:
+        found = list(own(keys))
+        reading.set()
+        assert go_on.wait(10)
+        return found
+
+    tiers.store.get_many = held  # type: ignore[assignment,method-assign]
+    tiers.prefetch([key(25), key(26)])
+    assert reading.wait(10)
+    tiers.drop([key(25)])
+    go_on.set()
+    assert right(tiers, [26, 25]) == 1, "a page under doubt came back"
+    tiers.store.get_many = own  # type: ignore[method-assign]
+
+
 def test_pages_read_ahead_wait_without_a_host_tier(tmp_path: Path) -> None:
     """At most `stage_bytes` of them, each given once; a thread that ends early leaves nobody waiting."""
     store = open_store(tmp_path)
@@ -163,6 +183,8 @@ def test_pages_read_ahead_wait_without_a_host_tier(tmp_path: Path) -> None:
     assert right(tiers, [4, 0]) == 2
     assert store.counters.hits == read + 2, "given twice, or more was kept than there is room for"
     assert tiers.counters.disk_hits == 10
+
+    drop_under_way(tiers)
 
     def broken(keys: list[bytes]) -> None:
         raise RuntimeError("can't start new thread")

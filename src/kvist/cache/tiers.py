@@ -213,6 +213,9 @@ class Tiers:
                 unwritten = self._queue.pop(key, None)
                 self.queued_bytes -= 0 if unwritten is None else len(unwritten.payload)
                 self._staged.pop(key, None)
+                coming = self._arriving.pop(key, None)
+            if coming is not None and coming.set_running_or_notify_cancel():
+                coming.set_result(None)
             self.host.drop(key)
         if self.store is not None:
             self.store.condemn(keys)
@@ -291,15 +294,16 @@ class Tiers:
                 self._arrived(key, None)
 
     def _arrived(self, key: bytes, payload: memoryview | None) -> None:
-        if payload is not None:
-            self.host.put(key, payload)
         with self._changed:
             coming = self._arriving.pop(key, None)
-            if payload is not None and self._stage_pages:
+            if coming is None:
+                return  # dropped meanwhile, or everything is closed
+            if payload is not None:
+                self.host.put(key, payload)
                 self._staged[key] = payload
                 while len(self._staged) > self._stage_pages:
                     self._staged.popitem(last=False)
-        if coming is not None and coming.set_running_or_notify_cancel():
+        if coming.set_running_or_notify_cancel():
             coming.set_result(payload)
 
     def _write_behind(self) -> None:

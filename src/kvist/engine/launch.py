@@ -31,6 +31,9 @@ from kvist.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger(__name__)
 
+PATIENCE_S = 10.0
+"""How long a page may take to come from the disk before it is computed again: one that hangs must not stop the engine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
@@ -151,7 +154,7 @@ def _tiers(model: Transformer, digest: bytes, options: LaunchOptions) -> Tiers |
             page_tokens=layout.page_tokens,
             budget_bytes=disk,
         )
-    return Tiers(host_bytes=host, store=store) if host or store is not None else None
+    return Tiers(host_bytes=host, store=store, read_timeout_s=PATIENCE_S) if host or store is not None else None
 
 
 def _tier_bytes(tiers: Tiers | None, page_bytes: int) -> dict[str, int]:
