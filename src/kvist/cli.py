@@ -440,7 +440,7 @@ def convert_checkpoint(
 
 @cache_app.command("stat")
 def stat_cache(folder: Store) -> None:
-    """Pages, bytes and budget of a store; works beside the process that writes it."""
+    """Pages and bytes of a store; works beside the process that writes it."""
     from kvist.cache.store import PageStore
 
     store = PageStore.open(folder, read_only=True)

@@ -104,3 +104,15 @@ def test_a_disk_that_hangs_is_given_up(stored: Path) -> None:
     assert end.usage.cached_tokens == 0
     assert tiers.counters.slow == 1
     assert tiers.close()
+
+
+def test_a_prompt_that_is_scored_has_nothing_read_for_it(stored: Path) -> None:
+    """All its rows run whatever is stored, so it must not wait for pages either."""
+    fake, tiers = engine(stored, FaultyFiles())
+    fake.engine.add(ask([9, 8, 7], 20))
+    fake.engine.step()
+    scored = fake.engine.add(Request(prompt=PROMPT, max_tokens=1, ignore_end=True, prompt_logprobs=0))
+    fake.engine.step()
+    assert tiers.counters.prefetched == 0
+    assert scored not in fake.engine.jobs or fake.engine.jobs[scored].slot is not None
+    assert tiers.close()

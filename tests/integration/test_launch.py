@@ -26,6 +26,7 @@ def test_the_plan_is_printed_by_tier(tmp_path: Path, caplog: pytest.LogCaptureFi
     asyncio.run(launched.close())
     words = [record.message for record in caplog.records if record.message.startswith("memory plan:")]
     assert any(f"{plan.tokens:,}" in line and "in device pages" in line for line in words)
+    assert any("at most 268,435,456 B to be written, 268,435,456 B read ahead" in line for line in words)
     for tier, size in (("host", 10_000_000), ("disk", 20_000_000)):
         (line,) = (line for line in words if f"in tier {tier}" in line)
         tokens = int(line.split()[2].replace(",", ""))

@@ -96,7 +96,7 @@ class Tiers:
         if read_timeout_s is not None and read_timeout_s <= 0:
             raise ValueError(f"a read timeout of {read_timeout_s} s; give a positive time, or None to wait")
         self.host, self.store, self.counters = HostTier(host_bytes), store, TierCounters()
-        self.queue_bytes, self.queued_bytes = queue_bytes, 0
+        self.queue_bytes, self.queued_bytes, self.stage_bytes = queue_bytes, 0, stage_bytes
         self._timeout_s = read_timeout_s
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}

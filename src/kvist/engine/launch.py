@@ -123,6 +123,9 @@ def launch(name: str, options: LaunchOptions) -> Launched:
         raise
     for line in engine.plan.render(_tier_bytes(tiers, engine.plan.layout.page_bytes)).splitlines():
         LOG.info("memory plan: %s", line)
+    if tiers is not None and tiers.store is not None:
+        waiting = f"{tiers.queue_bytes:,} B to be written, {tiers.stage_bytes:,} B read ahead"
+        LOG.info("memory plan: on top, pages that wait for the disk: at most %s", waiting)
     return Launched(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
