@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -38,12 +38,14 @@ class Case:
     batch: int
     context: int
     distinct: int
+    overlap: bool = False
 
     @property
     def name(self) -> str:
         """The case as rows name it."""
         shared = "" if self.distinct == self.batch else f" ({self.distinct} distinct contexts shared by the rows)"
-        return f"decode, {self.batch} x {self.context:,} tokens{shared}; {LABEL}"
+        beside = ", shared expert beside routed" if self.overlap else ""
+        return f"decode, {self.batch} x {self.context:,} tokens{shared}{beside}; {LABEL}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Wanted:
     budget_minutes: float = 8.5
     engram_gb: float | None = None
     again: bool = False
+    overlap: bool = False
 
 
 def needed_bytes(config: ModelConfig, case: Case) -> float:
@@ -82,9 +85,9 @@ def cases_of(config: ModelConfig, wanted: Wanted, device_bytes: float) -> list[C
     cases = []
     for batch in batches:
         for context in contexts:
-            case = Case(batch=batch, context=context, distinct=batch)
+            case = Case(batch=batch, context=context, distinct=batch, overlap=wanted.overlap)
             if needed_bytes(config, case) > device_bytes and batch > FEW_CONTEXTS:
-                case = Case(batch=batch, context=context, distinct=FEW_CONTEXTS)
+                case = replace(case, distinct=FEW_CONTEXTS)
             cases.append(case)
     return cases
 

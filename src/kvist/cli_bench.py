@@ -27,6 +27,9 @@ def bench(
     engram_gb: Annotated[
         float | None, typer.Option(help="pinned host memory for Engram tables; none: a quarter of what is free")
     ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="the shared expert beside the routed ones, on its own stream")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="measure also what this commit has been measured with")] = False,
 ) -> None:
     """Measure decode of released widths on one card; run in a checkout, whose benchmarks/results/ keeps the rows.
@@ -42,7 +45,7 @@ def bench(
         raise ValueError(f"there is no benchmarks/ in {here}; run kvist bench in the root of a checkout")
     slim, cases = importlib.import_module("benchmarks.slim"), importlib.import_module("benchmarks.cases")
     options = {"only": only, "context": context, "batch": batch, "every": every, "budget_minutes": budget_minutes}
-    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again)
+    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, overlap=overlap)
     # Long lines: they are kept in logs.
     console = Console(width=None if sys.stdout.isatty() else 400)
     try:

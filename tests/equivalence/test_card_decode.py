@@ -61,6 +61,16 @@ def within(steps: list[Step]) -> None:
     assert max(logits) < 0.5
 
 
+@pytest.mark.skipif(INTERPRETED, reason="streams are a GPU's")
+def test_the_shared_expert_beside_the_routed_ones() -> None:
+    from kvist.engine.card.check import Beside, small_config
+
+    plain, overlapped = (
+        Beside(small_config(), (13,), 3, page_tokens=8, device=DEVICE, overlap=overlap).run() for overlap in (False, True)
+    )
+    assert plain == overlapped
+
+
 @pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
 def test_a_loop_of_replays_says_what_single_steps_say() -> None:
     """Eight tokens by replays alone, the best id fed back on the device, against eight steps fed by the host."""

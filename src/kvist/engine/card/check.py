@@ -84,6 +84,7 @@ class Beside:
         page_tokens: int | None,
         device: torch.device,
         seed: int = 0,
+        overlap: bool = False,
     ) -> None:
         self.config, self.contexts, self.steps, self.device = config, contexts, steps, device
         numerics = Numerics(dtype=torch.bfloat16, impl="wide")
@@ -111,7 +112,7 @@ class Beside:
             self.memory.open(slot, list(range(slot, each * len(contexts), len(contexts))), 0)
             self.state.open(slot, list(range(slot * each, (slot + 1) * each)))
         self._prefill()
-        self.card = DeviceModel(pack(self.model, tables, device), self.state)
+        self.card = DeviceModel(pack(self.model, tables, device), self.state, overlap=overlap)
 
     def _pages(self, longest: int, page_tokens: int | None) -> int:
         return len(self.contexts) * -(-longest // (page_tokens or self.config.plan.page_tokens))

@@ -85,17 +85,18 @@ class Buffers:
 class DeviceModel:
     """Decode steps of a packed model over a card's state.
 
-    `graphs`: capture steps (on a card; refused elsewhere). Raises GpuUnavailable where the operators cannot run.
+    `graphs`: capture steps (on a card; refused elsewhere). `overlap`: the shared expert runs on a stream of its own, beside the
+    routed ones. Raises GpuUnavailable where the operators cannot run.
     """
 
-    def __init__(self, weights: CardWeights, state: CardState, *, graphs: bool | None = None) -> None:
+    def __init__(self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False) -> None:
         require_gpu()
         self.weights, self.state, self.config = weights, state, weights.config
         on_card = state.device.type == "cuda"
         if graphs and not on_card:
             raise ValueError(f"graphs are captured on a CUDA device, the state lies on {state.device}; pass graphs=False")
         self.graphs = on_card if graphs is None else graphs
-        self.layers = Layers(self.config, state)
+        self.layers = Layers(self.config, state, torch.cuda.Stream(state.device) if on_card and overlap else None)
         self.side = torch.cuda.Stream(state.device) if on_card else None
         self._buffers: dict[int, Buffers] = {}
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
@@ -255,8 +256,8 @@ class DeviceModel:
     def _add_engram(self, weights: EngramWeights, rows_NX: Tensor, x_NSD: Tensor) -> None:
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
-            # A plain launch after the join: operators launched early wait for the launch before them on their own stream.
-            rows_NX = rows_NX.clone()
+            # A plain kernel after the join: operators launched early wait for the one launch before them on their own stream.
+            rows_NX = rows_NX * 1.0
         add_memory(x_NSD, linear_gpu(rows_NX, weights.project, None, 1), weights.gates, self.config.norm_eps)
 
     def _advance_history(self, held: Buffers) -> None:

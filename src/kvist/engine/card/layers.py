@@ -78,10 +78,10 @@ def enter(config: ModelConfig, mix: MixWeights, y_ND: Tensor | None, x_NSD: Tens
 
 
 class Layers:
-    """The operators of one model on one card."""
+    """The operators of one model on one card. `beside`: a stream for the shared expert while the routed ones run, or None."""
 
-    def __init__(self, config: ModelConfig, state: CardState) -> None:
-        self.config, self.state, self.plan = config, state, config.plan
+    def __init__(self, config: ModelConfig, state: CardState, beside: torch.cuda.Stream | None = None) -> None:
+        self.config, self.state, self.plan, self.beside = config, state, config.plan, beside
 
     def attention(self, layer: LayerWeights, at: Places, entered: Entered, chosen: Chosen) -> tuple[Tensor, Chosen]:
         """Normed input -> the sublayer's output [N,D] and what later layers may read."""
@@ -148,9 +148,23 @@ class Layers:
         """Normed input -> routed and shared outputs, summed in float32 and rounded once, [N,D]."""
         c, quantised = self.config, entered.quantised_ND
         assert quantised is not None
+        shared_ND = self._shared(w, quantised) if self.beside is not None else None
         ids_NK, weights_NK = route_gpu(
             entered.h_ND, w.gate, w.bias, w.bias_image, at.text_N, k=c.n_activated_experts, temperature=c.gate_temp,
             normalise=c.norm_topk_prob, scale=c.route_scale,
         )  # fmt: skip
         routed_ND = run_bank(quantised, ids_NK, weights_NK, w.routed, c.swiglu_limit, "fp8")
-        return (routed_ND + run_shared(quantised, w.shared, c.swiglu_limit, "fp8")).bfloat16()
+        if self.beside is None:
+            shared_ND = self._shared(w, quantised)
+        else:
+            torch.cuda.current_stream().wait_stream(self.beside)
+        assert shared_ND is not None
+        return (routed_ND + shared_ND).bfloat16()
+
+    def _shared(self, w: MoeWeights, quantised_ND: Tensor) -> Tensor:
+        """The shared expert's output, on the stream beside if there is one."""
+        if self.beside is None:
+            return run_shared(quantised_ND, w.shared, self.config.swiglu_limit, "fp8")
+        self.beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.beside):
+            return run_shared(quantised_ND, w.shared, self.config.swiglu_limit, "fp8")

@@ -1,0 +1,86 @@
+"""What `kvist bench v41-flash-slim` says before it measures: bytes of a step, which cases fit, refusals. No GPU, no kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.slim import LABEL, Case, Wanted, cases_of, needed_bytes
+from kvist.cli import app
+from kvist.engine.card import cost
+from kvist.inventory import Storage, parameters, part_of
+from kvist.presets import preset
+
+H200_BYTES = 139e9 * 1.073741824
+SLIM = preset("v41-flash-slim")
+
+
+def test_bytes_of_a_step_are_the_published_sum() -> None:
+    """The release reads 13.033 GB a token at batch 1; a router of 128 is 105 MB smaller than one of 384. Cache rows are extra."""
+    weights = cost.step_bytes(preset("v41-flash"), 1, 0)
+    assert weights == pytest.approx(13.033e9, rel=2e-3)
+    assert weights - cost.step_bytes(SLIM, 1, 0) == pytest.approx(40 * 256 * 5120 * 2)
+    parts = {part.name: part.nbytes for part in cost.step_parts(SLIM, 1, 131072)}
+    assert parts["window and selected rows"] == 40 * 128 * 528 + 38 * 512 * 288
+    # three sources of ratio 2, one of ratio 1, four that score 16,384 candidates each
+    assert parts["index keys"] == 68 * (3 * 65536 + 131072 + 4 * 16384)
+
+
+def test_experts_hit_by_a_batch() -> None:
+    assert cost.distinct(128, 6, 1) == pytest.approx(6)
+    assert 67 < cost.distinct(128, 6, 16) < 70
+    assert cost.distinct(128, 6, 1000) == pytest.approx(128)
+
+
+def test_weights_in_memory_are_the_inventorys() -> None:
+    """Every backbone tensor but Engram's tables, as stored."""
+    stored = sum(
+        parameter.nbytes
+        for parameter in parameters(SLIM)
+        if part_of(parameter.kind) in ("backbone", "engram") and parameter.storage is not Storage.TABLE
+    )
+    assert cost.weight_bytes(SLIM) == pytest.approx(stored, rel=2e-3)
+
+
+def test_cases_that_do_not_fit_share_contexts_and_say_so() -> None:
+    cases = cases_of(SLIM, Wanted(every=True), H200_BYTES)
+    assert len(cases) == 16
+    shared = [case for case in cases if case.distinct < case.batch]
+    assert [(case.batch, case.context) for case in shared] == [(64, 1048576)]
+    assert all(LABEL in case.name for case in cases)
+    assert "8 distinct contexts shared" in shared[0].name
+    assert needed_bytes(SLIM, shared[0]) < H200_BYTES
+    assert needed_bytes(SLIM, Case(batch=1, context=8192, distinct=1)) > 106e9
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (Wanted(only="verify"), "'verify' is not built"),
+        (Wanted(context=10), "--context is 10; from 104"),
+        (Wanted(context=1 << 30), "--context is 1073741824"),
+        (Wanted(batch=65), "--batch is 65; from 1 to 64"),
+    ],
+)
+def test_refusals(wanted: Wanted, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        cases_of(SLIM, wanted, H200_BYTES)
+
+
+def test_the_default_is_8k_and_128k_of_one_request() -> None:
+    assert [(case.batch, case.context) for case in cases_of(SLIM, Wanted(), H200_BYTES)] == [(1, 8192), (1, 131072)]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and importlib.util.find_spec("triton") is not None, reason="measures where there is a GPU"
+)
+def test_without_a_card_it_says_what_is_needed() -> None:
+    result = CliRunner().invoke(app, ["bench", "v41-flash-slim"])
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "GpuUnavailable"
+    assert "needs one CUDA card of compute capability 9.0 or newer with 112 GB" in str(result.exception)
+    unknown = CliRunner().invoke(app, ["bench", "v42"])
+    assert "no workload named 'v42'" in str(unknown.exception)
