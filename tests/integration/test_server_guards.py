@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from kvist.engine.errors import DeadlineExceeded, EngineStopped
+from kvist.server.service import Service
 from tests.server_fakes import NANO, TOKENIZER, Live, Pause, says, scripted, serving
 
 KEY = "kv-a-very-secret-key"
@@ -220,6 +221,47 @@ def test_keepalive_while_nothing_comes() -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "text"
         with live.anthropic().messages.stream(max_tokens=99, **CHAT) as stream:
             assert stream.get_final_text() == "text"
+
+
+def test_a_fault_of_ours_is_named_in_each_api(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody foresaw: 500 in the API's own form, its trace in the log and nothing of it in the answer."""
+
+    def broken(self: Service, request: object) -> None:
+        raise RuntimeError("SECRET-INSIDE")
+
+    monkeypatch.setattr(Service, "caller", broken)
+    with serving(says("hi")) as live, live.http() as http:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            answer = http.post(path, json=CHAT | {"max_tokens": 5})
+            assert answer.status_code == 500
+            error = answer.json()["error"]
+            assert error["type"] == "api_error"
+            assert "SECRET" not in answer.text
+        assert answer.json()["type"] == "error"
+        assert http.get("/health").status_code == 200
+    faults = [record for record in caplog.records if record.getMessage() == "fault"]
+    assert ["SECRET-INSIDE" in str(record.exc_info) for record in faults] == [True, True]
+
+
+def test_line_ends_in_a_reply_split_no_event() -> None:
+    """Clients that cut streams at what Unicode calls the end of a line still get whole events."""
+    said = "</think>a\u2028b\u2029c\x85d"
+    with serving(says(said)) as live, live.http() as http:
+        with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+        chunks = [json.loads(line) for line in lines]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "a\u2028b\u2029c\x85d"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/completions"])
+def test_whatever_costs_time_counts(path: str) -> None:
+    """Encoding a prompt costs too: it takes a place and one of the key's requests."""
+    body = {"model": "nano", "prompt": "x"} if path != "/v1/messages/count_tokens" else CHAT
+    with serving(says("hi"), requests_per_minute=1) as live, live.http() as http:
+        assert http.post(path, json=body).status_code == 200
+        answer = http.post(path, json=body)
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
 
 
 def test_late_errors_are_events_and_early_ones_statuses() -> None:

@@ -42,7 +42,8 @@ VALID: dict[str, dict[str, Any]] = {
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "o"},
         ],
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "json_schema", "name": "n", "description": "d", "schema": {"type": "object"}}},
+        "metadata": {"a": "b"},
         "reasoning": {"effort": "low"},
     },
     "/v1/messages": {
@@ -194,3 +195,21 @@ def test_a_wrong_part_is_named_by_its_place(part: dict[str, Any], place: str, wo
     error = LOOP.run(answer("/v1/chat/completions", json.dumps(body).encode())).json()["error"]
     assert error["param"] == f"messages.0.content.0{place}"
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": "\ud800"}},
+        {"metadata": {"\udfff": "a"}},
+        {"text": {"format": {"type": "json_schema", "name": "\ud800", "schema": {"type": "object"}}}},
+        {"user": "a\udc00b"},
+    ],
+)
+def test_half_characters_are_refused_wherever_they_stand(fields: dict[str, Any]) -> None:
+    """Fields that an answer repeats would have no UTF-8 form; whole pairs, which JSON spells alike, are characters."""
+    body = {"model": "nano", "input": "x", **fields}
+    response = LOOP.run(answer("/v1/responses", json.dumps(body).encode()))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+    whole = {"model": "nano", "input": "x", "metadata": {"a": "🐈"}}
+    assert LOOP.run(answer("/v1/responses", json.dumps(whole).encode())).json()["metadata"] == {"a": "🐈"}

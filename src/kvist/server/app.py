@@ -47,8 +47,9 @@ POSTS: dict[str, tuple[Handler, type[Body]]] = {
     "/kvist/microscope": (microscope.look, MicroscopeRequest),
     "/kvist/pins": (pins.create, PinRequest),
 }
-NEED_PLACE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/files", "/kvist/pins"))
-"""What runs on the engine, and uploads: a picture is decoded, which costs as much as a short prompt."""
+NEED_PLACE = frozenset((*POSTS, "/v1/files")) - {"/kvist/microscope"}
+"""What runs on the engine, and what encodes prompts or decodes pictures, which costs as much as a short prompt does. Looks have a
+bound of their own (`captures.py`)."""
 OTHERS: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/files"): files.create,
     ("GET", "/v1/files"): files.listed,
@@ -93,6 +94,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(ApiError, _on_api_error)
     for kind in (HTTPException, FastApiError):
         app.add_exception_handler(kind, _on_http_error)
+    app.add_exception_handler(Exception, _on_fault)
     settings = service.settings
     gated: ASGIApp = Gate(
         app,
@@ -195,6 +197,12 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     if error.code in ("body_too_large", "body_timeout"):
         headers["connection"] = "close"  # what is left of the body is not read
     return JSONResponse(error_body(request.url.path, error), status_code=error.status, headers=headers)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """The framework raises the error again once this is sent; the gate logs it."""
+    del error
+    return await _on_api_error(request, ApiError("internal_error", "a fault of the server; its log has more"))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,6 +17,8 @@ from kvist.server.errors import ApiError
 
 MAX_DEPTH = 128
 _MAX_SHOWN = 80
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""What half of a surrogate pair is spelled as; whole pairs are spelled so too."""
 
 
 class Body(BaseModel):
@@ -59,7 +62,8 @@ def _too_large(limit_bytes: int) -> ApiError:
 def parse(data: bytes, schema: type[B]) -> B:
     """JSON bytes as `schema`. Raises ApiError that names the field and what is wrong with it."""
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ApiError("invalid_json", "the body is nested too deeply; flatten it") from error
     except ValueError as error:
@@ -68,6 +72,8 @@ def parse(data: bytes, schema: type[B]) -> B:
         raise ApiError("invalid_json", f"the body must be a JSON object, got {type(value).__name__}")
     if _depth_exceeds(value, MAX_DEPTH):
         raise ApiError("invalid_json", f"the body is nested more than {MAX_DEPTH} levels deep; flatten it")
+    if _HALF.search(text):
+        _refuse_halves(value)
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -78,6 +84,17 @@ def parse(data: bytes, schema: type[B]) -> B:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse_halves(value: Any) -> None:
+    """A text that has no UTF-8 form could come back in an answer, which then would have none either."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = _short(repr(error.object[error.start]))
+        raise ApiError(
+            "invalid_json", f"the body holds {half}, half of a surrogate pair; send the whole character or leave it out"
+        ) from error
 
 
 def _depth_exceeds(value: Any, limit: int) -> bool:

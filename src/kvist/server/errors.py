@@ -25,7 +25,7 @@ TYPES = {
 }
 
 CODES: dict[str, tuple[int, str]] = {
-    "invalid_json": (400, "the body is no JSON, is no object, is nested too deeply, or holds NaN or invalid UTF-8"),
+    "invalid_json": (400, "the body is no JSON, is no object, is nested too deeply, or holds NaN or what has no UTF-8 form"),
     "invalid_value": (400, "a field has a wrong type or lies outside its limits; `param` names it"),
     "unsupported_field": (400, "a field that this server does not know or cannot honour"),
     "conflicting_fields": (400, "two fields say different things, such as max_tokens and max_completion_tokens"),

@@ -18,11 +18,13 @@ from kvist.server.errors import ApiError
 from kvist.server.logs import note
 
 KEEPALIVE = ": keep-alive\n\n"
+_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""Ends of lines to many a client's line reader, though not to the specification of events."""
 
 
 def data_line(value: Any) -> str:
     """`data: {...}`"""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':')).translate(_LINE_ENDS)}\n\n"
 
 
 def named_event(value: dict[str, Any]) -> str:
