@@ -213,3 +213,26 @@ def test_half_characters_are_refused_wherever_they_stand(fields: dict[str, Any])
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     whole = {"model": "nano", "input": "x", "metadata": {"a": "🐈"}}
     assert LOOP.run(answer("/v1/responses", json.dumps(whole).encode())).json()["metadata"] == {"a": "🐈"}
+
+
+def test_numbers_that_are_none_are_refused_wherever_they_stand() -> None:
+    """JSON can spell more than a number holds; an answer that repeated it would be no JSON."""
+    for spelled in ("1e400", "-1e999", "NaN", "Infinity"):
+        data = f'{{"model": "nano", "input": "x", "metadata": {{"a": {spelled}}}}}'
+        response = LOOP.run(answer("/v1/responses", data.encode()))
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json"), spelled
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", '"prompt": [%s]'),
+        ("/v1/completions", '"prompt": "x", "max_tokens": %s'),
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "%s"'),
+    ],
+)
+def test_errors_do_not_repeat_a_long_value(path: str, fields: str) -> None:
+    data = f'{{"model": "nano", {fields % ("9" * 4000)}}}'
+    response = LOOP.run(answer(path, data.encode()))
+    assert response.status_code == 400
+    assert len(response.json()["error"]["message"]) < 1100

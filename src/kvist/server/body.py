@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from typing import Any, NoReturn, TypeVar
 
@@ -63,7 +64,7 @@ def parse(data: bytes, schema: type[B]) -> B:
     """JSON bytes as `schema`. Raises ApiError that names the field and what is wrong with it."""
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError as error:
         raise ApiError("invalid_json", "the body is nested too deeply; flatten it") from error
     except ValueError as error:
@@ -84,6 +85,13 @@ def parse(data: bytes, schema: type[B]) -> B:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(spelled: str) -> float:
+    number = float(spelled)
+    if not math.isfinite(number):
+        raise ValueError(f"{_short(spelled)} is beyond what a number can hold")
+    return number
 
 
 def _refuse_halves(value: Any) -> None:

@@ -25,7 +25,10 @@ TYPES = {
 }
 
 CODES: dict[str, tuple[int, str]] = {
-    "invalid_json": (400, "the body is no JSON, is no object, is nested too deeply, or holds NaN or what has no UTF-8 form"),
+    "invalid_json": (
+        400,
+        "the body is no JSON, is no object, is nested too deeply, or holds NaN, 1e999 or what has no UTF-8 form",
+    ),
     "invalid_value": (400, "a field has a wrong type or lies outside its limits; `param` names it"),
     "unsupported_field": (400, "a field that this server does not know or cannot honour"),
     "conflicting_fields": (400, "two fields say different things, such as max_tokens and max_completion_tokens"),
@@ -74,13 +77,18 @@ def errors_table() -> str:
     return "\n".join(["| status | code | when |", "|---|---|---|", *rows])
 
 
+MAX_MESSAGE = 1000
+
+
 class ApiError(Exception):
     """An answer that is no success. `code` is one of `CODES`; `param` names the field at fault."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.status = CODES[code][0]
-        self.code, self.message, self.param, self.retry_after_s = code, message, param, retry_after_s
+        self.code, self.param, self.retry_after_s = code, param, retry_after_s
+        # What a client sent may stand in it, at any length.
+        self.message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
     @property
     def type(self) -> str:
