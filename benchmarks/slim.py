@@ -134,8 +134,8 @@ def run(wanted: Wanted, command: str, console: Console) -> list[Row]:
 
 
 def _done(machine: Machine) -> set[str]:
-    """Cases that this commit has been measured with on such a card; a changed tree counts as never measured."""
-    if machine.commit.endswith("-dirty") or not RESULTS.exists():
+    """Cases that this commit has been measured with on such a card; a changed tree, or one without history, never was."""
+    if machine.commit.endswith(("-dirty", "unknown")) or not RESULTS.exists():
         return set()
     return {row.case for key, row in load() if key == machine.key and row.bench == BENCH and row.commit == machine.commit}
 

@@ -50,6 +50,7 @@ class Buffers:
         self.size, self.device = size, state.device
         self.input_3M = torch.zeros(3, size, dtype=torch.int64, device=state.device)
         self.staged_3M = torch.zeros(3, size, dtype=torch.int64, pin_memory=state.device.type == "cuda")
+        self.taken = torch.cuda.Event() if state.device.type == "cuda" else None
         self.best_M = torch.zeros(size, dtype=torch.int64, device=state.device)
         self.logits_MV = torch.zeros(size, config.vocab_size, device=state.device)
         self.text_M = torch.ones(size, dtype=torch.bool, device=state.device)
@@ -75,11 +76,16 @@ class Buffers:
 
     def fill(self, batch: Batch, spare: int) -> None:
         """Put a batch in; rows beyond it are padding on the spare slot, at position 0."""
+        if self.taken is not None:
+            # The copy before this one must have read the staging memory.
+            self.taken.synchronize()
         self.staged_3M.zero_()
         self.staged_3M[2] = spare
         lines = (batch.tokens, batch.positions, batch.slots)
         self.staged_3M[:, : len(batch.tokens)] = torch.tensor(lines, dtype=torch.int64)
         self.input_3M.copy_(self.staged_3M, non_blocking=True)
+        if self.taken is not None:
+            self.taken.record()
 
 
 class DeviceModel:
