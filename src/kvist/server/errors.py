@@ -27,7 +27,7 @@ TYPES = {
 CODES: dict[str, tuple[int, str]] = {
     "invalid_json": (
         400,
-        "the body is no JSON, is no object, is nested too deeply, or holds NaN, 1e999 or what has no UTF-8 form",
+        "the body is no JSON, is no object, is nested too deeply, or has NaN, 1e999 or what is no UTF-8",
     ),
     "invalid_value": (400, "a field has a wrong type or lies outside its limits; `param` names it"),
     "unsupported_field": (400, "a field that this server does not know or cannot honour"),
