@@ -6,6 +6,7 @@ Knows no list of cases and keeps no rows.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -97,4 +98,5 @@ def measure(weights: CardWeights, case: Case, said: Callable[[str], None]) -> tu
     if held.positions_M[: case.batch].tolist() != [case.context] * case.batch:
         raise WrongResult(f"{case.name}: positions stand at {held.positions_M.tolist()}, not at {case.context}")
     times = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    said(f"timed: {statistics.median(times):.3f} ms a step")
     return times, count_launches(model, held, case.context)
