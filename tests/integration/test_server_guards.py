@@ -308,6 +308,8 @@ def test_request_ids_and_unknown_paths() -> None:
             answer = http.get(path)
             assert answer.status_code == 404, path
             assert "root:" not in answer.text
+        slashed = http.post("/v1/chat/completions/", json=CHAT)
+        assert (slashed.status_code, slashed.json()["error"]["code"]) == (404, "not_found"), "no redirect to what Host says"
         assert http.get("/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
         figures = http.get("/metrics").text
         assert 'route="/v1/chat/completions",status="200"' in figures

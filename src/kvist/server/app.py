@@ -80,7 +80,7 @@ def create_service(served: Served, settings: ServerSettings, tracing: Tracing | 
 
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application of a service."""
-    app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(title="kvist", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
     for path, (handler, schema) in POSTS.items():
         app.add_api_route(path, _bound(service, handler), methods=["POST"], openapi_extra=_described(schema), name=path)
     for (method, path), handler in OTHERS.items():
