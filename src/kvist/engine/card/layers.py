@@ -159,7 +159,7 @@ class Layers:
         else:
             torch.cuda.current_stream().wait_stream(self.beside)
         assert shared_ND is not None
-        return (routed_ND + shared_ND).bfloat16()
+        return torch.add(routed_ND, shared_ND, out=torch.empty_like(entered.h_ND))
 
     def _shared(self, w: MoeWeights, quantised_ND: Tensor) -> Tensor:
         """The shared expert's output, on the stream beside if there is one."""
