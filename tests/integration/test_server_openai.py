@@ -212,6 +212,37 @@ def test_responses_stream(live: Live) -> None:
     assert final.output_text == "On it."
 
 
+def test_the_order_of_a_response_s_events(live: Live) -> None:
+    """Numbered without a gap; each item is added, grows, is done before the next; what deltas say is what `done` says."""
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"model": "nano", "input": "use tools", "tools": tools, "stream": True}
+    with live.http() as http, http.stream("POST", "/v1/responses", json=body) as answer:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    middle = events[2:-1]
+    assert sorted(middle, key=lambda event: event["output_index"]) == middle
+    for at, (kind, grows) in enumerate(
+        [("reasoning", "reasoning_text"), ("message", "output_text"), *[("function_call", "function_call_arguments")] * 2]
+    ):
+        own = [event for event in middle if event["output_index"] == at]
+        types = [event["type"].removeprefix("response.") for event in own]
+        parts = kind != "function_call"
+        deltas = [event["delta"] for event in own if event["type"].endswith(".delta")]
+        assert types == [
+            "output_item.added",
+            *["content_part.added"] * parts,
+            *[f"{grows}.delta"] * len(deltas),
+            f"{grows}.done",
+            *["content_part.done"] * parts,
+            "output_item.done",
+        ]
+        done = own[-3 if parts else -2]
+        assert "".join(deltas) == done["text" if parts else "arguments"]
+        assert own[0]["item"]["type"] == own[-1]["item"]["type"] == kind
+        assert events[-1]["response"]["output"][at] == own[-1]["item"]
+        assert {event.get("item_id", own[0]["item"]["id"]) for event in own} == {own[0]["item"]["id"]}
+
+
 def test_responses_history_goes_back_as_it_was(live: Live) -> None:
     """ENC-03: reasoning items become reasoning, never content; call and output find each other."""
     items = [
