@@ -82,7 +82,8 @@ def measure(weights: CardWeights, case: Case, said: Callable[[str], None]) -> tu
     first = case.context - WARM_STEPS - TIMED_STEPS
     rows = range(case.batch)
     tokens = tuple(1000 + 37 * slot for slot in rows)
-    held.fill(Batch(tokens=tokens, positions=(first,) * case.batch, slots=tuple(rows)), state.spare)
+    begin = Batch(tokens=tokens, positions=(first,) * case.batch, slots=tuple(rows))
+    held.fill(begin, state.spare)
     step = model.runner(held, case.context, advance=True)
     said(f"captured: batch {case.batch} (bucket {held.size}), {case.context:,} tokens; state {state.nbytes / 1e9:.2f} GB")
     for _ in range(WARM_STEPS):
@@ -99,4 +100,5 @@ def measure(weights: CardWeights, case: Case, said: Callable[[str], None]) -> tu
         raise WrongResult(f"{case.name}: positions stand at {held.positions_M.tolist()}, not at {case.context}")
     times = [a.elapsed_time(b) for a, b in pairwise(marks)]
     said(f"timed: {statistics.median(times):.3f} ms a step")
+    held.fill(begin, state.spare)  # the loop ended where the table of pages ends
     return times, count_launches(model, held, case.context)

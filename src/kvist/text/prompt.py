@@ -164,6 +164,8 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
         role = "user" if message.role == "tool" else message.role
         # A task token follows its message at once, so nothing can be merged behind it.
         if not (turns and role == "user" == turns[-1].role and turns[-1].task is None):
+            if turns:
+                _sort_results(turns[-1], order)
             turns.append(_Turn(role, message))
         turn = turns[-1]
         blocks = _blocks(message.content)
@@ -171,12 +173,14 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
         turn.task = message.task
         if message.tool_calls:
             order = {call.id: at for at, call in enumerate(message.tool_calls) if call.id}
-        _sort_results(turn, order)
+    if turns:
+        _sort_results(turns[-1], order)
     return turns
 
 
 def _sort_results(turn: _Turn, order: dict[str, int]) -> None:
-    """Puts tool results into the order of their calls, in the places that results have; unknown ids come last."""
+    """Puts tool results into the order of their calls, in the places that results have; unknown ids come last. Once a turn, when
+    it is whole: once a message would take a time that grows with the square of their number."""
     places = [at for at, part in enumerate(turn.parts) if isinstance(part, _ToolResult)]
     results = [part for part in turn.parts if isinstance(part, _ToolResult)]
     results.sort(key=lambda result: order.get(result.call_id, len(order)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, require_gpu
 from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
-from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
+from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.experts.bank import ResidentBank
 
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 DECODE = Shape(8, 2, 4, 4, 1024)
-GROUPED = Shape(16, 2, 4, 4)
+GROUPED = Shape(32, 2, 4, 4)
 PREFILL = Shape(256, 2, 8, 3)
 FULL_TILE = 64
 """Choices an expert from which wide tiles cost less than many narrow ones (estimated from 24 and 192, measured)."""
@@ -264,7 +264,7 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
         _make_plan[(1,)](
             ids_NS, *plan, n, experts, S=s, P=triton.next_power_of_2(max(16, n * s)),
             EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=-(-n // tile), NP=triton.next_power_of_2(n), PLAIN=PLAIN,
-            num_warps=4, **early(PLAIN),
+            num_warps=4,
         )  # fmt: skip
         return plan
     flat = torch.where(ids_NS < 0, experts, ids_NS).flatten()
@@ -298,7 +298,7 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
         x_ND, weight.codes, weight.scales, weights_NS, hidden, sums, arrived, *plan[:5], limit, S=s, K=weight.inputs,
         R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", QUANTISE=form is not None,
         FEW_PROGRAMS=few(blocks * plan.most_tiles * parts, x_ND.device), PLAIN=PLAIN, num_warps=shape.warps,
-        num_stages=shape.stages, **early(PLAIN),
+        num_stages=shape.stages,
     )  # fmt: skip
     return hidden
 
@@ -307,7 +307,7 @@ def sum_choices(each: Tensor, ids_NS: Tensor) -> Tensor:
     """Each choice's output -> each row's sum, float32; choices of none are not read."""
     (n, s), width = ids_NS.shape, each.shape[-1]
     out = torch.empty(n, width, dtype=torch.float32, device=each.device)
-    _add[(n, triton.cdiv(width, 1024))](each, ids_NS, out, S=s, R=width, W=1024, PLAIN=PLAIN, num_warps=4, **early(PLAIN))
+    _add[(n, triton.cdiv(width, 1024))](each, ids_NS, out, S=s, R=width, W=1024, PLAIN=PLAIN, num_warps=4)
     return out
 
 
@@ -326,7 +326,6 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
         K=weight.inputs, R=weight.outputs, T=shape.tile, PANELS=shape.panels, PARTS=parts, FP4=weight.form == "fp4", ADD=add,
         MOST=DECODE_ROWS, FEW_PROGRAMS=few(panels * plan.most_tiles * parts, hidden.device), PLAIN=PLAIN,
         num_warps=shape.warps, num_stages=shape.stages,
-        **early(PLAIN),
     )  # fmt: skip
     return out if add else sum_choices(each, ids_NS)
 

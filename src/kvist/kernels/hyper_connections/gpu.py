@@ -19,12 +19,16 @@ from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
 from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, let_next, operand, rounded, sigmoid
-from kvist.kernels.hyper_connections.hopper import pass_hopper, require_fit
+from kvist.kernels.hyper_connections.hopper import fits, pass_hopper, require_fit
 from kvist.kernels.hyper_connections.ref import Mix
 
 PLAIN = interpreted()
 STREAMS = 4
 LOGITS = 2 * STREAMS + STREAMS * STREAMS
+
+
+MOST_TRITON_ROWS = 16
+"""Rows up to which the Triton pass is used on Hopper: 64 rows take 10.9 us by `pass.cu` and 18.5 so, 4,096 rows 253 and 426."""
 
 
 class Cut(NamedTuple):
@@ -348,7 +352,8 @@ def pass_gpu(
 ) -> Entered:
     """Leave with `y_ND` and `mix` (None: the streams are the input already), then enter with `mix.pre_NS`.
 
-    `cut` None: as is best for the rows; "cuda": the first launch by `pass.cu`, two or more rows on Hopper.
+    `cut` None: as measured best for the rows (more than 16 rows on Hopper: as "cuda"); "cuda": the first launch by `pass.cu`,
+    two or more rows on Hopper.
     """
     _check(x_NSD, *(() if y_ND is None else (y_ND,)))
     n, s, d = x_NSD.shape
@@ -362,7 +367,7 @@ def pass_gpu(
     after = Mix(*(torch.empty(n, *rest, dtype=torch.float32, device=device) for rest in ((s,), (s,), (s, s))))
     if n:
         weight, before = fn_FX.contiguous(), Mix(*(part.contiguous() for part in mix))
-        by_cuda = cut == "cuda"
+        by_cuda = cut == "cuda" or (cut is None and n > MOST_TRITON_ROWS and fits(x))
         cut = cut if isinstance(cut, Cut) else cut_for(n)
         if by_cuda:
             require_fit(x)

@@ -30,11 +30,17 @@ class _Call(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int32) for name in _COUNTS))
 
 
-def require_fit(x_NSD: Tensor) -> None:
-    """Raise ValueError unless the kernel takes these streams: Hopper, more than one row, whole steps."""
+def fits(x_NSD: Tensor) -> bool:
+    """Whether the kernel takes these streams: Hopper, more than one row, whole steps."""
     n, _, width = x_NSD.shape
     hopper = x_NSD.device.type == "cuda" and torch.cuda.get_device_capability(x_NSD.device) == (9, 0)
-    if interpreted() or not hopper or n < 2 or width % STEP or x_NSD.data_ptr() % 16:
+    return hopper and not interpreted() and n > 1 and width % STEP == 0 and x_NSD.data_ptr() % 16 == 0
+
+
+def require_fit(x_NSD: Tensor) -> None:
+    """Raise ValueError unless the kernel takes these streams."""
+    n, _, width = x_NSD.shape
+    if not fits(x_NSD):
         raise ValueError(
             f"{n} rows of {width} channels on {x_NSD.device}; the cut 'cuda' takes two or more rows of a multiple of {STEP} on "
             "a Hopper GPU, leave the cut out"
