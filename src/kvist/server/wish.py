@@ -6,7 +6,7 @@ know HTTP or JSON bodies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from kvist.server.generation import Work
 from kvist.server.grammars import OutputFormat, calls_grammar, format_grammar, marker, needs_call_grammar
 from kvist.server.served import ReadImage, Served
 from kvist.server.token_text import turn_ids
-from kvist.text import EncodedPrompt, Message, PromptError, TokenizerError, ToolDefinition, encode_chat
+from kvist.text import ContentText, EncodedPrompt, Message, PromptError, TokenizerError, ToolDefinition, encode_chat
 from kvist.text.marks import DSML, END_THINK
 
 
@@ -61,6 +61,7 @@ class ChatWish:
 def chat_work(served: Served, wish: ChatWish, caller: Caller, default_max_tokens: int) -> Work:
     """The work of a chat. May take long for long prompts: call it in a thread. Raises ApiError, ValueError."""
     tools = () if wish.choice.kind == "none" else wish.tools
+    require_short(served, (text for message in wish.messages for text in _texts(message)))
     prompt = _encoded(served, wish, tools)
     ids, images = with_images(served, prompt)
     max_tokens = wanted_tokens(served, len(ids), wish.max_tokens, default_max_tokens)
@@ -82,6 +83,23 @@ def chat_work(served: Served, wish: ChatWish, caller: Caller, default_max_tokens
         deadline_s=caller.deadline_s,
     )
     return Work(request=request, parse=True, reasoning=prompt.in_reasoning, stops=wish.stops, calls=wish.choice.kind != "none")
+
+
+def _texts(message: Message) -> Iterator[str]:
+    if isinstance(message.content, str):
+        yield message.content
+        return
+    yield from (block.text for block in message.content if isinstance(block, ContentText))
+
+
+def require_short(served: Served, texts: Iterable[str]) -> None:
+    """Raise ApiError for texts that exceed the context however they are encoded: megabytes of them would take half a minute."""
+    least = sum(map(len, texts)) // served.tokenizer.longest
+    if least > served.context:
+        raise ApiError(
+            "context_length_exceeded",
+            f"the prompt has at least {least} tokens, beyond the context of {served.context} tokens; shorten it",
+        )
 
 
 def count_prompt(served: Served, wish: ChatWish) -> list[int]:

@@ -179,8 +179,10 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
 
 
 def _sort_results(turn: _Turn, order: dict[str, int]) -> None:
-    """Puts tool results into the order of their calls, in the places that results have; unknown ids come last. Once a turn, when
-    it is whole: once a message would take a time that grows with the square of their number."""
+    """Puts tool results into the order of their calls, in the places that results have; unknown ids come last.
+
+    To be called when a turn is whole: after each of its messages it would cost the square of their number.
+    """
     places = [at for at, part in enumerate(turn.parts) if isinstance(part, _ToolResult)]
     results = [part for part in turn.parts if isinstance(part, _ToolResult)]
     results.sort(key=lambda result: order.get(result.call_id, len(order)))

@@ -57,6 +57,8 @@ class Tokenizer:
         self._size = self._with_control.get_vocab_size(with_added_tokens=True)
         self._bytes = [self._spelled(token) for token in range(self._size)]
         self._control = frozenset(self._control_ids.values())
+        self.longest = max(map(len, self._bytes), default=1)
+        """Bytes of the longest token: a text of more than `n * longest` characters has more than `n` tokens."""
 
     def __len__(self) -> int:
         return self._size

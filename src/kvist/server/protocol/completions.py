@@ -21,7 +21,7 @@ from kvist.server.protocol.parts import (
     stop_strings,
 )
 from kvist.server.served import Served
-from kvist.server.wish import Caller, wanted_tokens
+from kvist.server.wish import Caller, require_short, wanted_tokens
 from kvist.text import TokenizerError
 
 DEFAULT_TOKENS = 16
@@ -61,6 +61,7 @@ def prompt_ids(request: CompletionRequest, served: Served) -> list[list[int]]:
 
 def _ids(prompt: Any, served: Served) -> list[int]:
     if isinstance(prompt, str):
+        require_short(served, (prompt,))
         try:
             return [served.bos_id, *served.tokenizer.encode(prompt)]
         except TokenizerError as error:
