@@ -1,7 +1,7 @@
 """Many streaming clients on a server process of its own: seconds to the first token and between pieces, throughput, memory.
 
 $KVIST_LOAD_CLIENTS (200), $KVIST_LOAD_SECONDS (120) and $KVIST_LOAD_PLACES (64, the server's max_concurrency) say how many and
-how long; a twelfth of the time warms up before, and streams that have begun end after it. The clients share the machine's cores
+how long; a sixth of the time warms up before, and streams that have begun end after it. The clients share the machine's cores
 with the server. A stream that is not whole, a status besides 200 and 429, an error in the log, or memory that grows ends the run
 without a row.
 """
@@ -121,7 +121,7 @@ def _build(options: Options) -> Iterator[Case]:
     seconds = number("KVIST_LOAD_SECONDS", 3 if options.quick else 120, 1)
     places = int(number("KVIST_LOAD_PLACES", 4 if options.quick else 64, 1))
     with running(places) as server:
-        asyncio.run(watched(server, clients, seconds / 12))
+        asyncio.run(watched(server, clients, seconds / 6))
         seen, memory = asyncio.run(watched(server, clients, seconds))
     require(seen, memory, clients, places)
     label = f"{clients} clients, {places} places, {seconds:g} s"
