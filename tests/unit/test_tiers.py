@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -282,3 +284,27 @@ def test_the_writer_survives_a_queue_that_is_dropped_while_it_waits_for_more(tmp
     assert tiers.flush(10), "pages stay unwritten"
     assert right(tiers, range(1, 5)) == 4 and tiers.counters.written == 4
     assert tiers.close()
+
+
+def test_a_write_that_raises_costs_its_pages_and_not_the_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the store raises is said and counted; who waits for the queue is not left waiting, later pages are written."""
+    store = open_store(tmp_path)
+    put, calls = store.put, list[int]()
+
+    def put_or_fail(pages: Sequence[Page]) -> int:
+        calls.append(len(pages))
+        if len(calls) == 1:
+            raise RuntimeError("no such device")
+        return put(pages)
+
+    store.put = put_or_fail  # type: ignore[method-assign]
+    with closing(Tiers(host_bytes=0, store=store)) as tiers:
+        tiers.offer(page(0))
+        assert tiers.flush(10)
+        assert tiers.counters.unwritten == 1
+        assert "no such device" in caplog.text
+        tiers.offer(page(1))
+        assert tiers.flush(10)
+        assert tiers.counters.written == 1
+        assert tiers.get(key(0)) is None
+        assert right(tiers, [1]) == 1

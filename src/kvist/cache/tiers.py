@@ -105,7 +105,7 @@ class Tiers:
         page_bytes = 1 if store is None else store.geometry.page_bytes
         self._stage_pages, self._room = stage_bytes // page_bytes, max(stage_bytes, host_bytes) // page_bytes
         self._changed = threading.Condition()
-        self._closing = self._hurry = False
+        self._closing = self._hurry = self._ended = False
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvist-page-reader") if store is not None else None
         self._writer: threading.Thread | None = None
         if store is not None and not store.read_only:
@@ -227,7 +227,7 @@ class Tiers:
             self._hurry = True
             self._changed.notify_all()
             done = self._changed.wait_for(
-                lambda: self._writer is None or not (self._queue or self._writing) or not self._writer.is_alive(),
+                lambda: self._writer is None or not (self._queue or self._writing) or self._ended,
                 None if deadline is None else max(deadline - time.monotonic(), 0),
             )
             self._hurry = False
@@ -307,10 +307,15 @@ class Tiers:
             coming.set_result(payload)
 
     def _write_behind(self) -> None:
+        """Write batch after batch until everything is closed. What cannot be written is given up; the thread goes on."""
         assert self.store is not None
         try:
             while batch := self._next_batch():
-                written = self.store.put(batch)
+                written = 0
+                try:
+                    written = self.store.put(batch)
+                except Exception:
+                    log.exception("%s: %d pages could not be written and are given up", self.store.folder, len(batch))
                 with self._changed:
                     self.counters.written += written
                     self.counters.unwritten += len(batch) - written
@@ -318,7 +323,7 @@ class Tiers:
                     self._changed.notify_all()
         finally:
             with self._changed:
-                self._writing = {}
+                self._writing, self._ended = {}, True
                 self._changed.notify_all()
 
     def _next_batch(self) -> list[Page]:
