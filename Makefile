@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.kvist-installed
 EXTRAS := dev,hub,plot
 # Two processes for two cores; PYTEST_ARGS=-n0 runs in one.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: help setup demo test test-long check clean
 
