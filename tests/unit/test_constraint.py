@@ -309,5 +309,5 @@ def test_without_the_library_a_grammar_is_refused_by_name(
     tokenizer: Tokenizer, end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GrammarSupportMissing, match=r"pip install 'kvist\[grammar\]'"):
+    with pytest.raises(GrammarSupportMissing, match=r"pip install '\.\[grammar\]'"):
         GrammarVocabulary(tokenizer, [end])
