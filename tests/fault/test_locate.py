@@ -42,7 +42,7 @@ def test_a_hub_id_without_network_says_what_was_looked_for(monkeypatch, tmp_path
 
 def test_a_hub_id_without_the_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelNotFound, match=r"kvist\[hub\]"):
+    with pytest.raises(ModelNotFound, match=r"\.\[hub\]"):
         locate("owner/model")
 
 
