@@ -256,9 +256,9 @@ def test_anthropic(server: Process) -> None:
 def test_every_endpoint_by_its_client(server: Process) -> None:
     """Whole and streamed, the official clients get the same greedy text from each API, and read what is served."""
     client = server.openai()
-    claude = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    anthropic_client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
     assert [model.id for model in client.models.list()] == ["nano"]
-    assert client.models.retrieve("nano").id == claude.models.retrieve("nano").id == "nano"
+    assert client.models.retrieve("nano").id == anthropic_client.models.retrieve("nano").id == "nano"
     chat = {"model": "nano", "messages": ASK, "max_tokens": 10, "temperature": 0, "extra_body": OFF}
     said = client.chat.completions.create(**chat).choices[0].message.content
     assert said
@@ -272,11 +272,13 @@ def test_every_endpoint_by_its_client(server: Process) -> None:
     assert events[-1].type == "response.incomplete", "ten tokens cut it"
     message = {"model": "nano", "messages": ASK, "max_tokens": 10, "thinking": {"type": "disabled"}}
     message |= {"extra_body": {"temperature": 0}}  # the client has no argument for it any more
-    assert claude.messages.create(**message).content[0].text == said
-    with claude.messages.stream(**message) as message_stream:
+    assert anthropic_client.messages.create(**message).content[0].text == said
+    with anthropic_client.messages.stream(**message) as message_stream:
         assert message_stream.get_final_text() == said
     ids = httpx.post(f"{server.url}/tokenize", json={"messages": ASK, **OFF}, headers={"x-api-key": KEY}).json()["tokens"]
-    assert len(ids) == claude.messages.count_tokens(model="nano", messages=ASK, thinking={"type": "disabled"}).input_tokens
+    assert (
+        len(ids) == anthropic_client.messages.count_tokens(model="nano", messages=ASK, thinking={"type": "disabled"}).input_tokens
+    )
 
 
 def test_choices_and_effort(server: Process) -> None:
