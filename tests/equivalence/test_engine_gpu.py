@@ -49,16 +49,24 @@ def prompts() -> list[list[int]]:
     return [torch.randint(300, 7000, (n,), generator=generator).tolist() for n in (3, 64, 65, 130, 700)]
 
 
-def test_nano_says_on_the_card_what_it_says_on_the_cpu() -> None:
-    """float32: whole-prompt logits close at every position: a rounding that falls the other way moves what follows it."""
+def test_nano_is_as_near_on_the_card_as_two_sets_of_operators_on_the_cpu() -> None:
+    """float32: a rounding that falls the other way moves what follows it, by how much the CPU's own operators show.
+
+    Random tokens, flat distributions: 6.0% of the logits' norm and 0.886 of the best tokens between the CPU's two sets;
+    6.1% and 0.883 to an H200.
+    """
     line = torch.tensor(prompts()[-1])
-    cpu = Session(nano_on("cpu", torch.float32), chunk=128).score(line)
+    native = Session(nano_on("cpu", torch.float32), chunk=128).score(line)
+    ref = Session(build_model(locate("nano"), numerics=Numerics()), chunk=128).score(line)
     card = Session(nano_on("cuda", torch.float32), chunk=128).score(line).cpu()
-    away = (cpu - card).norm() / cpu.norm()
-    same = (cpu.argmax(1) == card.argmax(1)).float().mean()
-    print(f"logits {float(away):.2e} apart (relative), {float(same):.4f} of {len(cpu)} best tokens agree")
-    assert away < 0.1
-    assert same > 0.8  # random tokens, flat distributions: 0.883 on an H200
+
+    def apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+        return float((a - b).norm() / a.norm()), float((a.argmax(1) == b.argmax(1)).float().mean())
+
+    (allowed, alike), (away, same) = apart(native, ref), apart(native, card)
+    print(f"logits {away:.2e} apart ({allowed:.2e} on the CPU), {same:.4f} of {len(line)} best tokens agree ({alike:.4f})")
+    assert away < 1.2 * allowed
+    assert same > alike - 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
