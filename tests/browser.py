@@ -67,7 +67,7 @@ class Visits:
         height: int = 900,
         dark: bool = False,
     ) -> Page:
-        """A page in a profile of its own; `tokens`: the setting of new tokens at most."""
+        """A page in a profile of its own; `tokens`: the setting of new tokens at most, with a seed."""
         context = self.browser.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
         )
@@ -75,7 +75,7 @@ class Visits:
         self.contexts.append(context)
         page = context.new_page()
         if tokens is not None:
-            page.add_init_script(f"localStorage.setItem('kvist.settings.1', '{{\"maxTokens\": {tokens}}}')")
+            page.add_init_script(f"localStorage.setItem('kvist.settings.1', '{{\"maxTokens\": {tokens}, \"seed\": 7}}')")
         self.complaints.append(Complaints(page, expected))
         page.goto(live.url)
         return page
@@ -105,6 +105,13 @@ def mode(page: Page, name: str) -> None:
 def idle(page: Page) -> None:
     """Wait until nothing is written any more."""
     page.wait_for_selector("#sheet:not([aria-busy])")
+
+
+def counted(page: Page, selector: str, count: int) -> None:
+    """Wait for so many elements, without evaluating a string, which the page's policy forbids."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(selector)).to_have_count(count, timeout=60_000)
 
 
 def send(page: Page, text: str, reply: bool = True) -> None:

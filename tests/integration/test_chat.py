@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,12 +50,19 @@ def piped(text: str, cache: Path, *flags: str) -> subprocess.CompletedProcess[st
     )
 
 
+def hear_interrupts() -> None:
+    """Ctrl-C reaches the program also where the tests run in the background of a shell, which has it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A person at a terminal."""
 
     def __init__(self, cache: Path, *flags: str) -> None:
         whole = command(cache, *flags)
-        self.child = pexpect.spawn(whole[0], whole[1:], env=ENVIRONMENT, encoding="utf-8", timeout=240, dimensions=(50, 200))
+        self.child = pexpect.spawn(
+            whole[0], whole[1:], env=ENVIRONMENT, encoding="utf-8", timeout=240, dimensions=(50, 200), preexec_fn=hear_interrupts
+        )
         self.child.expect("/help lists the commands")
 
     def send(self, text: str, expect: str) -> str:
@@ -64,25 +72,6 @@ class Terminal:
         self.child.expect(expect)
         whole = f"{self.child.before}{self.child.after}"
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", whole)
-
-    def stop_reply(self, *lines: str) -> str:
-        """Type the lines in turn until a reply was cut by Ctrl-C before it ended by itself; the account of that turn."""
-        at_prompt = False
-        for line in lines:
-            if not at_prompt:
-                self.child.expect(PROMPT)
-            self.child.send(line + "\r")
-            at_prompt = self.child.expect([REPLYING, ACCOUNT]) == 1
-            if at_prompt:
-                self.child.expect(PROMPT)
-                continue
-            self.child.sendintr()
-            self.child.expect(ACCOUNT)
-            account = str(self.child.after)
-            if self.child.expect([r"\[stopped\]", PROMPT]) == 0:
-                return account
-            at_prompt = True
-        raise AssertionError(f"all of {len(lines)} replies ended before they could be stopped")
 
     def leave(self) -> int:
         self.child.expect(PROMPT)
@@ -126,12 +115,21 @@ def test_at_a_terminal(terminal: Callable[..., Terminal]) -> None:
     tokens, cached, disk, milliseconds = (int(group.replace(",", "")) for group in found.groups())
     assert cached == disk >= tokens - 128
     assert milliseconds < 20_000
-    second.stop_reply("and so on", "and then", "they went to the", "one day")
-    account = second.stop_reply("go on", "and he said", "she was", "for a long time")
+    second.child.expect(PROMPT)
+    second.child.send("and so on\r")
+    second.child.expect(REPLYING)
+    second.child.sendintr()
+    second.child.expect(ACCOUNT)
+    second.child.expect(r"\[stopped\]")
+    second.send("go on", REPLYING)
+    second.child.sendintr()
+    second.child.expect(ACCOUNT)
+    account = second.child.after
     now = re.search(r"([\d,]+) prompt tokens: ([\d,]+) cached", account)
     assert now, account
     assert int(now[1].replace(",", "")) > tokens + 4, "the stopped reply and both messages are in the session"
     assert int(now[2].replace(",", "")) >= tokens
+    second.child.expect(r"\[stopped\]")
     assert "begun anew" in second.send("/reset", "begun anew")
     second.child.expect(PROMPT)
     second.child.sendintr()

@@ -13,7 +13,7 @@ import pytest
 from kvist.engine.request import Request
 from kvist.server.served import Served
 from kvist.text.marks import DSML
-from tests.browser import Visits, drop, idle, mode, send
+from tests.browser import Visits, counted, drop, idle, mode, send
 from tests.integration.test_server_images import png
 from tests.server_fakes import TOKENIZER, Pause, says, scripted, serving
 
@@ -69,7 +69,7 @@ def test_chat_sends_the_conversation_and_edits_it(visits: Visits) -> None:
         page.locator(".message.person").first.get_by_role("button", name="Edit").click()
         page.fill(".edited", "changed")
         page.keyboard.press("Control+Enter")
-        page.wait_for_function("document.querySelectorAll('.message').length === 2")
+        counted(page, ".message", 2)
         idle(page)
         prompt = TOKENIZER.decode(live.engine.requests[2].prompt)
         assert "changed" in prompt

@@ -22,7 +22,7 @@ from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
 from kvist.presets import preset
 from kvist.server.served import Served
-from tests.browser import Visits, drop, mode, send
+from tests.browser import Visits, counted, drop, mode, send
 from tests.integration.test_server_images import IMAGE_ID, VISION, png
 from tests.server_fakes import END_ID, TOKENIZER, Live, serving
 
@@ -84,7 +84,7 @@ def test_pictures_by_file_paste_and_drop(visits: Visits, tiny: Live) -> None:
     page.set_input_files("#file", [{"name": name, "mimeType": "image/png", "buffer": png(1)}])
     drop(page, "dropped.png", png(2))
     drop(page, "pasted.png", png(3), "paste")
-    page.wait_for_function("document.querySelectorAll('#images figure').length === 3")
+    counted(page, "#images figure", 3)
     assert page.locator("#images figcaption").first.inner_text() == name
     page.get_by_role("button", name="Remove dropped.png").click()
     page.click("#sampling")
