@@ -333,12 +333,13 @@ def conformance(
     cases: Annotated[list[Path] | None, typer.Argument(metavar="[DIR]...", help="golden cases; none: the shipped ones")] = None,
     impl: Annotated[str | None, typer.Option(help="operator implementation to test; none: the runner's default")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="run in the bit-reproducible mode")] = False,
+    device: Annotated[str, typer.Option(help="where models run: cpu, cuda, cuda:1")] = "cpu",
 ) -> None:
     """Prove the numbers: run golden cases and print a table; status 1 if any quantity fails."""
     from kvist import conformance as runner
 
     options = {} if impl is None else {"impl": impl}
-    status = runner.conformance(cases or (), deterministic=deterministic, console=_output(), **options)
+    status = runner.conformance(cases or (), deterministic=deterministic, device=device, console=_output(), **options)
     raise typer.Exit(status)
 
 

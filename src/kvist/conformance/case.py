@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ class Case:
     parameters: Mapping[str, Any]
     inputs: Mapping[str, Tensor]
     expected: Mapping[str, Tensor]
+
+    def on(self, device: torch.device | str) -> Case:
+        """The same case with its inputs on a device; what is expected stays on the host."""
+        return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()})
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -41,7 +41,7 @@ def function_checks(case: Case) -> Iterator[Check]:
         for name, got in results:
             if name in case.expected:
                 known.add(name)
-                yield _compare(case, name, got, case.expected[name])
+                yield _compare(case, name, got.cpu(), case.expected[name])
     yield from unknown_tensors(case, known)
 
 
@@ -101,11 +101,12 @@ def _rope(case: Case) -> Pairs:
         yield f"{at}/inv_freq", inverse_frequencies(*_rotary_layer(settings))
         # The rest starts from the stored frequencies and tables: far positions amplify their last bit.
         freq_P = case.expected.get(f"{at}/inv_freq", inverse_frequencies(*_rotary_layer(settings)))
-        cos, sin = rotary_table(_given(case, f"{at}/positions"), freq_P)
+        positions_N = _given(case, f"{at}/positions")
+        cos, sin = rotary_table(positions_N, freq_P.to(positions_N.device))
         yield f"{at}/cos", cos
         yield f"{at}/sin", sin
-        table = case.expected.get(f"{at}/cos", cos), case.expected.get(f"{at}/sin", sin)
         x = _given(case, f"{at}/x")
+        table = case.expected.get(f"{at}/cos", cos).to(x.device), case.expected.get(f"{at}/sin", sin).to(x.device)
         yield f"{at}/rotated", rotate(x, table)
         yield f"{at}/rotated_back", rotate(x, table, back=True)
 
@@ -183,7 +184,7 @@ def _attention(case: Case) -> Pairs:
         return
     q, rows = _given(case, "attention/q"), _given(case, "attention/rows")
     topk, sink = _given(case, "attention/indices").long(), _given(case, "attention/sink")
-    none_N2 = torch.zeros(len(q), 2, dtype=torch.int64)
+    none_N2 = torch.zeros(len(q), 2, dtype=torch.int64, device=q.device)
     for dt, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         window = rows.new_zeros(0, rows.shape[1]).to(dtype)
         yield f"attention/out.{dt}", sparse_attention(q.to(dtype), window, none_N2, rows.to(dtype), topk, sink, window=0)

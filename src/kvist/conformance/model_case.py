@@ -27,11 +27,13 @@ LAYERWISE = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 @torch.inference_mode()
-def model_checks(case: Case, *, impl: str, deterministic: bool) -> list[Check]:
-    """Every check of a model case. Raises the named errors of whatever cannot be loaded."""
+def model_checks(case: Case, *, impl: str, deterministic: bool, device: torch.device | str = "cpu") -> list[Check]:
+    """Every check of a model case, its model on `device`. Raises the named errors of whatever cannot be loaded."""
     _known_groups(case)
+    numerics = Numerics(dtype=case.torch_dtype, impl=impl, deterministic=deterministic)
+    numerics.check_device(torch.device(device))
     with one_thread():
-        return _all_checks(case, Numerics(dtype=case.torch_dtype, impl=impl, deterministic=deterministic))
+        return _all_checks(case, numerics, device)
 
 
 @contextmanager
@@ -45,10 +47,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _all_checks(case: Case, numerics: Numerics) -> list[Check]:
+def _all_checks(case: Case, numerics: Numerics, device: torch.device | str) -> list[Check]:
     recorded_V = case.expected.get("token_map")
     # Hashing with the recorded classes, if there are any: one wrong map then shows as one failure.
-    model = build_model(case.folder, numerics=numerics, classes=None if recorded_V is None else recorded_V.long())
+    classes_V = None if recorded_V is None else recorded_V.long()
+    model = build_model(case.folder, numerics=numerics, classes=classes_V, device=device)
     results = [_run(case, run, model) for run in case.runs]
     return [*exact_checks(case, results), *_layerwise(case, model, results), *end_to_end(case, results)]
 

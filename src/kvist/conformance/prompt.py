@@ -40,25 +40,30 @@ class SeenImage:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A run's tokens: `ids_T` int64, `text_T` bool (False inside an image span), images, n-gram rows [T, layers, columns]."""
+    """A run's tokens: `ids_T` int64, `text_T` bool (False inside an image span), images, n-gram rows [T, layers, columns].
+
+    Kept on the host, images excepted; `rows` puts a batch on the model's `device`.
+    """
 
     ids_T: Tensor
     text_T: Tensor
     images: tuple[SeenImage, ...]
     engram_LTX: Tensor | None
+    device: torch.device
 
     def rows(self, start: int, stop: int) -> Rows:
         """The batch of positions start..stop-1 in slot 0. Image features go with the batch that starts at 0."""
         features = feature_rows = None
         if self.images and start == 0:
             features = torch.cat([image.span for image in self.images])
-            feature_rows = torch.cat([torch.arange(image.start, image.start + len(image.span)) for image in self.images])
+            places = [torch.arange(image.start, image.start + len(image.span)) for image in self.images]
+            feature_rows = torch.cat(places).to(self.device)
         return Rows(
-            token_ids_N=self.ids_T[start:stop],
-            positions_N=torch.arange(start, stop),
-            text_N=self.text_T[start:stop],
+            token_ids_N=self.ids_T[start:stop].to(self.device),
+            positions_N=torch.arange(start, stop, device=self.device),
+            text_N=self.text_T[start:stop].to(self.device),
             segments=(Segment(slot=0, start=0, length=stop - start, position=start),),
-            engram_LNX=None if self.engram_LTX is None else self.engram_LTX[:, start:stop],
+            engram_LNX=None if self.engram_LTX is None else self.engram_LTX[:, start:stop].to(self.device),
             features_FD=features,
             feature_rows_F=feature_rows,
         )
@@ -75,7 +80,11 @@ def read_prompt(case: Case, run: Run, model: Transformer) -> Prompt:
     text_T = torch.ones(len(ids_T), dtype=torch.bool)
     for image in images:
         text_T[image.start : image.start + len(image.span)] = False
-    return Prompt(ids_T=ids_T, text_T=text_T, images=images, engram_LTX=model.engram_ids(ids_T, text_T))
+    device = model.embed.weight.device
+    engram_LTX = model.engram_ids(ids_T.to(device), text_T.to(device))
+    return Prompt(
+        ids_T=ids_T, text_T=text_T, images=images, engram_LTX=None if engram_LTX is None else engram_LTX.cpu(), device=device
+    )
 
 
 def integers(case: Case, run: Run, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -112,7 +121,8 @@ def _see(case: Case, run: Run, model: Transformer, index: int) -> SeenImage:
             f"{_where(case, run)}: image {index} starts at {start} and takes {plan.span_tokens} tokens; "
             f"the prompt has {run.prompt_len}"
         )
-    patches = torch.from_numpy(np.ascontiguousarray(processed.patches)).to(model.numerics.dtype)
+    device, dtype = model.embed.weight.device, model.numerics.dtype
+    patches = torch.from_numpy(np.ascontiguousarray(processed.patches)).to(device, dtype)
     tower = vision(patches, plan.patch_rows, plan.patch_cols)
     aligned = aligner(tower, plan.patch_rows, plan.patch_cols)
     span = model.encode_image(patches, plan.patch_rows, plan.patch_cols)

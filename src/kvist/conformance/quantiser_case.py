@@ -81,11 +81,12 @@ def _cache_format(case: Case, kind: str, dt: str, known: set[str]) -> Iterator[C
     if x.dtype != DTYPES[dt]:
         raise CaseError(f"{case.folder / 'inputs.safetensors'}: {kind}.{dt}/x has dtype {x.dtype}, its name says {DTYPES[dt]}")
     codes, scales = pack(x)
+    values, kept = unpack(codes, scales, torch.float32), fake(x)
     want = _recorded(case, f"{kind}.{dt}/dequantised", known)
-    yield same_bits(f"exact {kind}.{dt}/codes", codes, _recorded(case, f"{kind}.{dt}/codes", known))
-    yield same_bits(f"exact {kind}.{dt}/scales", scales, _recorded(case, f"{kind}.{dt}/scales", known))
-    yield same_bits(f"exact {kind}.{dt}/dequantised", unpack(codes, scales, torch.float32), want)
-    yield same_bits(f"exact {kind}.{dt}/in place", fake(x), want.to(x.dtype))
+    yield same_bits(f"exact {kind}.{dt}/codes", codes.cpu(), _recorded(case, f"{kind}.{dt}/codes", known))
+    yield same_bits(f"exact {kind}.{dt}/scales", scales.cpu(), _recorded(case, f"{kind}.{dt}/scales", known))
+    yield same_bits(f"exact {kind}.{dt}/dequantised", values.cpu(), want)
+    yield same_bits(f"exact {kind}.{dt}/in place", kept.cpu(), want.to(x.dtype))
 
 
 def _stored_weight(case: Case, kind: str, known: set[str]) -> Iterator[Check]:
@@ -93,14 +94,14 @@ def _stored_weight(case: Case, kind: str, known: set[str]) -> Iterator[Check]:
     weight = STORED[kind](packed, scale, torch.float32)
     if f"weight_{kind}/dequantised" in case.expected:
         want = _recorded(case, f"weight_{kind}/dequantised", known)
-        yield same_bits(f"exact weight_{kind}/dequantised", weight, want)
+        yield same_bits(f"exact weight_{kind}/dequantised", weight.cpu(), want)
     for dt, dtype in DTYPES.items():
         name = f"linear_{kind}/y.{dt}"
         if name in case.expected:
             x = quant.fake_fp8(_input(case, "linear/x").to(dtype))
             # Products summed in float64: what is judged is the meaning, not the order of a sum.
             y = F.linear(x.double(), weight.double()).to(dtype)
-            yield _linear(case, name, y, _recorded(case, name, known))
+            yield _linear(case, name, y.cpu(), _recorded(case, name, known))
 
 
 def _linear(case: Case, name: str, got: Tensor, want: Tensor) -> Check:

@@ -36,8 +36,8 @@ class Recording:
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append the rows of one pass."""
-        self.parts.setdefault(name, []).append(tensor.detach())
+        """Append the rows of one pass; they are kept on the host."""
+        self.parts.setdefault(name, []).append(tensor.detach().cpu())
 
     def get(self, name: str) -> Tensor | None:
         """All rows recorded under a name, or None."""
@@ -144,6 +144,7 @@ def _draft_calls(case: Case, run: Run, model: Transformer) -> dict[int, Tensor]:
 
 def _draft(model: Transformer, memory: DenseMemory, position: int, first_1: Tensor) -> Draft:
     assert model.mtp is not None
+    first_1 = first_1.to(model.embed.weight.device)
     draft = model.mtp(first_1, torch.tensor([position]), [0], memory, model.embed, model.head)
     assert isinstance(draft, Draft)
     return draft
@@ -157,24 +158,24 @@ def _record_draft(recording: Recording, draft: Draft) -> None:
 
 
 def layer_by_layer(case: Case, run: Run, model: Transformer, prompt: Prompt) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, output, recorded output) of every block and Engram, each fed with its recorded input; prefill only.
+    """(name, output, recorded output) of every block and Engram, each fed with its recorded input; prefill only. On the host.
 
     Source layers fill the memory from these inputs. `released` cases differ in decode only, so their prefill is the same.
     """
-    memory, rows = DenseMemory(model.config, model.numerics), prompt.rows(0, run.prompt_len)
+    memory, rows, device = DenseMemory(model.config, model.numerics), prompt.rows(0, run.prompt_len), prompt.device
     flow = model.begin(rows)
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
         if index:
-            x_NSD = whole(case, run, f"residual.{index - 1}", model)
-            flow = Flow(x_NSD, whole(case, run, f"pre_mix.{index - 1}", model), flow.shared)
+            x_NSD = whole(case, run, f"residual.{index - 1}", model).to(device)
+            flow = Flow(x_NSD, whole(case, run, f"pre_mix.{index - 1}", model).to(device), flow.shared)
         if block.engram is not None:
             want_NSD = whole(case, run, f"engram_out.{index}", model)
-            yield f"engram_out.{index}", block.remember(flow.x_NSD, rows), want_NSD
-            flow = flow._replace(x_NSD=want_NSD)
+            yield f"engram_out.{index}", block.remember(flow.x_NSD, rows).cpu(), want_NSD
+            flow = flow._replace(x_NSD=want_NSD.to(device))
         x_NSD, pre_NS, shared = block(flow.x_NSD, flow.pre_NS, rows, memory, flow.shared)
-        yield f"residual.{index}", x_NSD, whole(case, run, f"residual.{index}", model)
-        yield f"pre_mix.{index}", pre_NS, whole(case, run, f"pre_mix.{index}", model)
+        yield f"residual.{index}", x_NSD.cpu(), whole(case, run, f"residual.{index}", model)
+        yield f"pre_mix.{index}", pre_NS.cpu(), whole(case, run, f"pre_mix.{index}", model)
         flow = Flow(x_NSD, pre_NS, shared)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from rich.text import Text
 from kvist.conformance.case import Case, load_case
 from kvist.conformance.check import FAIL, NOTE, PASS, Check, judged
 from kvist.conformance.errors import CaseError
+from kvist.kernels.device import require_device
 from kvist.model.numerics import Numerics
 
 SHIPPED = ("text-fp32", "dspark", "vision-two-images", "quantisers", "pure-functions")
@@ -40,13 +42,15 @@ def shipped_cases() -> list[Path]:
     return [root / name for name in SHIPPED]
 
 
-def run_case(folder: str | Path, *, impl: str = DEFAULT_IMPL, deterministic: bool = False) -> list[Check]:
+def run_case(
+    folder: str | Path, *, impl: str = DEFAULT_IMPL, deterministic: bool = False, device: torch.device | str = "cpu"
+) -> list[Check]:
     """All checks of one case. A malformed case gives one failed check whose detail says what is wrong with it."""
     name = Path(folder).resolve().name
     try:
         case = load_case(folder)
         name = case.name
-        return [check.of(name) for check in _checks(case, impl, deterministic)]
+        return [check.of(name) for check in _checks(case, impl, deterministic, device)]
     except CASE_PROBLEMS as error:
         kind = "" if isinstance(error, CaseError) else f"{type(error).__name__}: "
         return [judged("case", False, kind + str(error)).of(name)]
@@ -57,13 +61,14 @@ def run_cases(
     *,
     impl: str = DEFAULT_IMPL,
     deterministic: bool = False,
+    device: torch.device | str = "cpu",
     report: Callable[[list[Check], float], None] | None = None,
 ) -> list[Check]:
     """Run cases in order; `report` is called after each with its checks and its time in seconds."""
     checks: list[Check] = []
     for folder in folders:
         began = time.perf_counter()
-        found = run_case(folder, impl=impl, deterministic=deterministic)
+        found = run_case(folder, impl=impl, deterministic=deterministic, device=device)
         if report is not None:
             report(found, time.perf_counter() - began)
         checks += found
@@ -75,11 +80,14 @@ def conformance(
     *,
     impl: str = DEFAULT_IMPL,
     deterministic: bool = False,
+    device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> int:
     """The command: run, print one table a case and the count as the last line; 0 if nothing failed, else 1."""
     console = console or Console()
-    Numerics(impl=impl)  # an unknown name is refused here, also where a case needs no model
+    # Names that nothing knows are refused here, also where a case needs no model.
+    Numerics(impl=impl)
+    require_device(device)
     try:
         chosen = list(folders) or shipped_cases()
     except CaseError as error:
@@ -90,7 +98,7 @@ def conformance(
     def show(checks: list[Check], seconds: float) -> None:
         console.print(table(checks, f"{checks[0].case} ({seconds:.1f} s)"))
 
-    checks = run_cases(chosen, impl=impl, deterministic=deterministic, report=show)
+    checks = run_cases(chosen, impl=impl, deterministic=deterministic, device=device, report=show)
     failed = sum(check.failed for check in checks)
     passed = sum(check.verdict == PASS for check in checks)
     console.print(f"{passed} passed, {failed} failed", highlight=False)
@@ -115,20 +123,20 @@ def table(checks: Sequence[Check], title: str) -> Table:
     return out
 
 
-def _checks(case: Case, impl: str, deterministic: bool) -> Iterator[Check]:
+def _checks(case: Case, impl: str, deterministic: bool, device: torch.device | str) -> Iterator[Check]:
     # Imported here: the table and the case format do not need the model.
     if case.kind == "model":
         from kvist.conformance.model_case import model_checks
 
-        yield from model_checks(case, impl=impl, deterministic=deterministic)
+        yield from model_checks(case, impl=impl, deterministic=deterministic, device=device)
     elif case.kind == "quantisers":
         from kvist.conformance.quantiser_case import quantiser_checks
 
-        yield from quantiser_checks(case)
+        yield from quantiser_checks(case.on(device))
     else:
         from kvist.conformance.function_case import function_checks
 
-        yield from function_checks(case)
+        yield from function_checks(case.on(device))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,7 +4,7 @@ Owns `GpuUnavailable` and the panel layout. Triton itself is imported only by th
 """
 
 from kvist.kernels.device.panels import PanelWeight, pack_fp4_panels, pack_fp8_panels, stack_panels, unpack_panels
-from kvist.kernels.device.require import GpuUnavailable, interpreted, require_bfloat16, require_gpu
+from kvist.kernels.device.require import GpuUnavailable, interpreted, require_bfloat16, require_device, require_gpu
 
 __all__ = [
     "GpuUnavailable",
@@ -13,6 +13,7 @@ __all__ = [
     "pack_fp4_panels",
     "pack_fp8_panels",
     "require_bfloat16",
+    "require_device",
     "require_gpu",
     "stack_panels",
     "unpack_panels",

@@ -42,6 +42,20 @@ def require_gpu() -> None:
         )
 
 
+def require_device(name: torch.device | str) -> torch.device:
+    """The device of this name. Raises GpuUnavailable for a card that is not here, ValueError for a name that means none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is unknown; give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is none that models run on; give cpu, cuda or cuda:N")
+    seen = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= seen:
+        raise GpuUnavailable(f"device {str(device)!r} is not here: torch sees {seen} CUDA devices; device cpu runs everything")
+    return device
+
+
 def require_bfloat16(operator: str, *tensors: Tensor) -> None:
     """Raise ValueError unless all are bfloat16 on the GPU (on any device under the interpreter), and need no gradient."""
     for tensor in tensors:
