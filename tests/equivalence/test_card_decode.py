@@ -1,4 +1,5 @@
-"""Decode on a card beside the reference model: all layer roles, ragged batches, steps that end groups and begin pages.
+"""Steps on a card beside the reference model: all layer roles, ragged batches, steps that end groups and begin pages, and runs
+of several rows a request whose last ones are taken back.
 
 Runs on a GPU with graphs, or anywhere under Triton's interpreter (TRITON_INTERPRET=1) without; elsewhere it skips and says so.
 
@@ -27,24 +28,52 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton and a GPU, or Triton with TRITON_INTERPRET=1",
 )
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# Contexts and steps: groups of 2 and pages of 8 begin and end inside.
-CASES = [((13,), 4), ((13, 6, 31), 3)]
+# Contexts, steps and rows a step: groups of 2 and pages of 8 begin and end inside, and inside a run.
+CASES = [((13,), 4, 1), ((13, 6, 31), 3, 1), ((13, 6), 2, 3)]
 
 
-@pytest.mark.parametrize(("contexts", "steps"), CASES, ids=str)
-def test_small_widths(contexts: tuple[int, ...], steps: int) -> None:
+@pytest.mark.parametrize(("contexts", "steps", "rows"), CASES, ids=str)
+def test_small_widths(contexts: tuple[int, ...], steps: int, rows: int) -> None:
     from kvist.engine.card.check import Beside, small_config
 
-    within(Beside(small_config(), contexts, steps, page_tokens=8, device=DEVICE).run())
+    within(Beside(small_config(), contexts, steps, rows=rows, page_tokens=8, device=DEVICE).run())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="released head widths are too much for the interpreter; needs a GPU")
-@pytest.mark.parametrize(("contexts", "steps"), [((255,), 4), ((130, 383, 60), 4)], ids=str)
-def test_released_heads(contexts: tuple[int, ...], steps: int) -> None:
+@pytest.mark.parametrize(
+    ("contexts", "steps", "rows"), [((255,), 4, 1), ((130, 383, 60), 4, 1), ((255,), 3, 6), ((130, 383, 60), 3, 4)], ids=str
+)
+def test_released_heads(contexts: tuple[int, ...], steps: int, rows: int) -> None:
     """The kernels of released widths (attention and selection in CUDA C++ on Hopper)."""
     from kvist.engine.card.check import Beside, released_heads_config
 
-    within(Beside(released_heads_config(), contexts, steps, page_tokens=None, device=DEVICE).run())
+    within(Beside(released_heads_config(), contexts, steps, rows=rows, page_tokens=None, device=DEVICE).run())
+
+
+def test_rows_that_are_taken_back_leave_no_trace() -> None:
+    """Drafts that are rejected, in groups, pages and rings, against runs that never had them: the same bits from then on."""
+    from kvist.engine.card.check import Beside, small_config
+    from kvist.engine.card.device_model import Batch
+
+    said = []
+    for drafted in (False, True):
+        both = Beside(small_config(), (13, 6), 2, rows=3, page_tokens=8, device=DEVICE)
+        own = [both.ids[slot][context : context + 6].tolist() for slot, context in enumerate(both.contexts)]
+        # One request keeps one row, the other two; what is taken back ended a group of the first, and of a page of the second.
+        if drafted:
+            tokens = (own[0][0], 99, 77, *own[1][:2], 55)
+            first, _ = both.card.decode(Batch(tokens=tokens, positions=(13, 6), slots=(0, 1), lengths=(3, 3)))
+            first = first[[0, 3, 4]]
+        else:
+            tokens = (own[0][0], *own[1][:2])
+            first, _ = both.card.decode(Batch(tokens=tokens, positions=(13, 6), slots=(0, 1), lengths=(1, 2)))
+        first = first.clone()
+        tokens = (*own[0][1:4], *own[1][2:5])
+        then, _ = both.card.decode(Batch(tokens=tokens, positions=(14, 8), slots=(0, 1), lengths=(3, 3)))
+        said.append((first, then.clone()))
+    for plain, drafted_NV in zip(*said, strict=True):
+        assert torch.isfinite(plain).all()
+        torch.testing.assert_close(drafted_NV, plain, rtol=0, atol=0)
 
 
 def within(steps: list[Step]) -> None:
@@ -99,11 +128,15 @@ def test_a_loop_of_replays_says_what_single_steps_say() -> None:
 
 def test_refusals() -> None:
     from kvist.engine.card.check import Beside, small_config
-    from kvist.engine.card.device_model import Batch, BatchTooLarge
+    from kvist.engine.card.device_model import Batch, BatchTooLarge, RunTooLong
 
     both = Beside(small_config(), (3,), 2, page_tokens=8, device=DEVICE)
-    with pytest.raises(BatchTooLarge, match="65 rows"):
+    with pytest.raises(BatchTooLarge, match="65 requests"):
         both.card.buffers(65)
+    with pytest.raises(RunTooLong, match="2 rows"):
+        both.card.decode(Batch(tokens=(5, 5), positions=(3,), slots=(0,), lengths=(2,)))
+    with pytest.raises(ValueError, match="runs of"):
+        both.card.decode(Batch(tokens=(5, 5), positions=(3,), slots=(0,), lengths=(1,)))
     with pytest.raises(ValueError, match="slot 1 is outside"):
         both.card.decode(Batch(tokens=(5,), positions=(3,), slots=(1,)))
     with pytest.raises(ValueError, match="token id 256"):

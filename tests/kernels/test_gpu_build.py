@@ -124,9 +124,10 @@ def test_engram(n: int) -> None:
     from kvist.kernels.engram.gpu import HashTables, StoredRows, add_memory, gather_rows
 
     ids, tables = torch.zeros(n, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
+    text = torch.ones(n, dtype=torch.bool)
     hashes = HashTables(torch.ones(4, dtype=torch.int64), tables, tables, 7)
     stored = StoredRows(torch.empty(64, 256, dtype=torch.uint8), torch.empty(64, 8, dtype=torch.uint8))
     with building() as built:
-        gather_rows(ids, ids, torch.zeros(2, 3, dtype=torch.int64), ids, hashes, stored, 8)
-        add_memory(torch.empty(n, 4, D, dtype=torch.bfloat16), rows(n, 5 * D), torch.empty(4, D), 1e-20)
+        gather_rows(ids, ids, ids, text, ids, torch.zeros(2, 4, dtype=torch.int64), ids, hashes, stored, 8)
+        add_memory(torch.empty(n, 4, D, dtype=torch.bfloat16), rows(n, 5 * D), torch.empty(4, D), text, 1e-20)
     assert [kernel.local_bytes for kernel in built] == [0, 0]

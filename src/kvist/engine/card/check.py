@@ -1,4 +1,4 @@
-"""Decode on a card against the reference model: the same random weights, the same tokens, logits step by step.
+"""Steps on a card against the reference model: the same random weights, the same tokens, logits step by step.
 
 A gate before anything is timed, and a test. The reference runs in bfloat16 with sums in float64 over the engine's paged memory;
 its prefill is what the card's state takes over. Must not know timing.
@@ -72,7 +72,8 @@ class ExactScores(PagedMemory):
 class Beside:
     """A random model in reference and on the device, fed the same tokens.
 
-    `contexts`: tokens of each request before the first step; `page_tokens` None: the plan's.
+    `contexts`: tokens of each request before the first step; `rows`: tokens of each request in a step; `page_tokens` None: the
+    plan's.
     """
 
     def __init__(
@@ -83,17 +84,18 @@ class Beside:
         *,
         page_tokens: int | None,
         device: torch.device,
+        rows: int = 1,
         seed: int = 0,
         overlap: bool = False,
     ) -> None:
-        self.config, self.contexts, self.steps, self.device = config, contexts, steps, device
+        self.config, self.contexts, self.steps, self.rows, self.device = config, contexts, steps, rows, device
         numerics = Numerics(dtype=torch.bfloat16, impl="wide")
         self.model = random_model(config, numerics, seed).to(device)
         tables = self._tables(self.model)
         self.source = torch.Generator().manual_seed(seed + 1)
-        longest = max(contexts) + steps
+        longest = max(contexts) + steps * rows
         self.memory = ExactScores(
-            config, numerics, pages=self._pages(longest, page_tokens), slots=len(contexts), verify_rows=1,
+            config, numerics, pages=self._pages(longest, page_tokens), slots=len(contexts), verify_rows=rows,
             page_tokens=page_tokens, device=device,
         )  # fmt: skip
         size = self.memory.layout.page_tokens
@@ -104,6 +106,7 @@ class Beside:
             pages=each * len(contexts),
             most_tokens=each * size,
             device=device,
+            rows=rows,
             page_tokens=page_tokens,
         )
         self.ids = [self._draw(longest) for _ in contexts]
@@ -133,7 +136,7 @@ class Beside:
             model.token_classes_V = model.token_classes_V.to(self.device)
         return tables
 
-    def _rows(self, first: tuple[int, ...], stop: tuple[int, ...]) -> Rows:
+    def _rows_of(self, first: tuple[int, ...], stop: tuple[int, ...]) -> Rows:
         parts = [(slot, a, self.ids[slot][a:b]) for slot, (a, b) in enumerate(zip(first, stop, strict=True))]
         ids_N, positions_N, segments = consecutive_rows(parts)
         engram = None
@@ -151,32 +154,33 @@ class Beside:
 
     @torch.inference_mode()
     def _prefill(self) -> None:
-        self.model(self._rows((0,) * len(self.contexts), self.contexts), self.memory)
+        self.model(self._rows_of((0,) * len(self.contexts), self.contexts), self.memory)
         for slot, context in enumerate(self.contexts):
             classes = self.model.token_classes_V
             known = None if classes is None else classes[self.ids[slot][:context].to(self.device)]
             self.state.adopt(slot, self.memory, slot, context, known)
 
+    def batch(self, number: int) -> Batch:
+        """What step `number` gives to the card."""
+        at = tuple(context + number * self.rows for context in self.contexts)
+        tokens = tuple(int(token) for slot, a in enumerate(at) for token in self.ids[slot][a : a + self.rows])
+        return Batch(tokens=tokens, positions=at, slots=tuple(range(len(at))), lengths=(self.rows,) * len(at))
+
     @torch.inference_mode()
     def step(self, number: int) -> Step:
-        """The next token of every request, in both: the whole step, then layers one by one on the reference's inputs."""
-        at = tuple(context + number for context in self.contexts)
-        rows = self._rows(at, tuple(a + 1 for a in at))
-        tokens = tuple(int(self.ids[slot][a]) for slot, a in enumerate(at))
-        batch = Batch(tokens=tokens, positions=at, slots=tuple(range(len(at))))
+        """The next tokens of every request, in both: the whole step, then layers one by one on the reference's inputs."""
+        batch = self.batch(number)
+        rows = self._rows_of(batch.positions, tuple(a + self.rows for a in batch.positions))
         flow, seen = self.model.begin(rows), []
         for layer, block in enumerate(self.model.layers):
             assert isinstance(block, Block)
             before = flow
             flow = self.model.run(flow, rows, self.memory, layer, layer + 1)
             seen.append((before, flow))
-        want_NV, history = self.model.logits(flow), self.state.history.clone()
+        want_NV = self.model.logits(flow)
         got_NV, best_N = self.card.decode(batch)
         # Layers on given inputs come last: what they write, not what a whole step wrote, is what the next step reads.
-        after = self.state.history.clone()
-        self.state.history.copy_(history)
         layers = self.card.layer_by_layer(batch, [self._given(before) for before, _ in seen])
-        self.state.history.copy_(after)
         off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
         errors = (got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)
         return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))

@@ -47,8 +47,8 @@ def count_launches(model: DeviceModel, held: Buffers, tokens: int) -> dict[str, 
     alone = copy.copy(model)
     alone.side = None
     with torch.inference_mode():
-        at, found = alone.places(held, reach), alone.remember(held)
-        x_NSD = model.weights.embed[held.tokens_M].unsqueeze(1).repeat(1, model.config.hc_mult, 1)
+        at, found = alone.places(held.card_rows, reach), alone.remember(held.card_rows)
+        x_NSD = model.streams(held.tokens_M)
         mix = Mix(held.first_MS, held.first_MS, held.first_MS.unsqueeze(2).repeat(1, 1, model.config.hc_mult))
         y_ND = x_NSD[:, 0].contiguous()
         topk = torch.full((held.size, model.config.index_topk), -1, dtype=torch.int32, device=held.device)

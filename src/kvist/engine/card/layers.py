@@ -1,7 +1,7 @@
-"""One decode step's layers through the GPU operators: what a `Block` means, on packed weights and device state.
+"""A pass's layers through the GPU operators: what a `Block` means, on packed weights and device state, for runs of any rows.
 
 Reads and writes `CardState` in place and never waits for the device, so that a step can be captured in a CUDA graph. Must not
-know buckets, graphs or requests. The meaning stands in `model/`; shapes as there, and M rows of a bucket.
+know buckets, graphs or requests. The meaning stands in `model/`; shapes as there.
 """
 
 from __future__ import annotations
@@ -12,45 +12,18 @@ import torch
 from torch import Tensor
 
 from kvist.config import LayerSpec, ModelConfig
+from kvist.engine.card.places import Places
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import AttentionWeights, CompressorWeights, IndexerWeights, LayerWeights, MixWeights, MoeWeights
 from kvist.kernels.experts.gpu import run_bank, run_shared
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import Entered, pass_gpu
-from kvist.kernels.index_select.gpu import ScanTiling, select_packed
+from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
 from kvist.kernels.index_select.hopper import fits
 from kvist.kernels.linear.gpu import linear_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.routing.gpu import route_gpu
 from kvist.kernels.sparse_attention.gpu import attend_packed
-
-Table = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where the rows of a step stand; all on the device, all made once a step.
-
-    `slot_N` int32, `slot_long_N` the same as int64, `position_N` int64, `span_N2` window [start, stop), `cell_N` places in the
-    rings, `groups_G2` every query for itself; `rope` (cos, sin) by kind of layer (YaRN or not), `head_rope` the YaRN table once
-    an index head; by ratio: rows a query sees, where a new row goes (page -1: nowhere), and its group's table. `tokens`: the
-    host's bound on positions.
-    """
-
-    slot_N: Tensor
-    slot_long_N: Tensor
-    position_N: Tensor
-    span_N2: Tensor
-    cell_N: Tensor
-    text_N: Tensor
-    groups_G2: Tensor
-    rope: dict[bool, Table]
-    head_rope: Table | None
-    visible: dict[int, Tensor]
-    page: dict[int, Tensor]
-    row: dict[int, Tensor]
-    group_rope: dict[int, Table]
-    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +55,7 @@ class Layers:
 
     def __init__(self, config: ModelConfig, state: CardState, beside: torch.cuda.Stream | None = None) -> None:
         self.config, self.state, self.plan, self.beside = config, state, config.plan, beside
+        self._groups: dict[int, Tensor] = {}
 
     def attention(self, layer: LayerWeights, at: Places, entered: Entered, chosen: Chosen) -> tuple[Tensor, Chosen]:
         """Normed input -> the sublayer's output [N,D] and what later layers may read."""
@@ -97,30 +71,32 @@ class Layers:
             norm=(w.entry_norm, c.norm_eps), table=rope,
         )  # fmt: skip
         if w.compressor is not None:
-            self._publish(w.compressor, spec, at, entered.h_ND)
+            self.publish(w.compressor, spec, at, entered.h_ND)
         if w.indexer is not None:
-            chosen = self._select(w.indexer, spec, at, entered.h_ND, rank_NQ, chosen)
+            chosen = self.select(w.indexer, spec, at, entered.h_ND, rank_NQ, chosen)
         pages = None if spec.ratio == 0 or chosen.source is None else self.state.pages[chosen.source]
         out_NHC = attend_packed(
             q_NHC, ring, at.span_N2, at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
             window=self.plan.window, rope=rope,
         )  # fmt: skip
-        return self._out(w, out_NHC), chosen
+        return self.out(w, out_NHC), chosen
 
-    def _out(self, w: AttentionWeights, out_NHC: Tensor) -> Tensor:
+    def _alone(self, rows: int) -> Tensor:
+        """Every query a group of its own."""
+        if rows not in self._groups:
+            self._groups[rows] = groups_of([1] * rows, 1, self.state.device)
+        return self._groups[rows]
+
+    def out(self, w: AttentionWeights, out_NHC: Tensor) -> Tensor:
         return linear_gpu(linear_gpu(out_NHC.flatten(1), w.out_a, None, self.config.o_groups), w.out_b, "fp8", 1)
 
-    def _publish(self, w: CompressorWeights, spec: LayerSpec, at: Places, h_ND: Tensor) -> None:
-        """The group that this token ends becomes a row and a key; where it ends none, nothing is written (facts 5.1)."""
-        width = self.config.head_dim
+    def publish(self, w: CompressorWeights, spec: LayerSpec, at: Places, h_ND: Tensor) -> None:
+        """The group that a row ends becomes a page's row and key; where it ends none, nothing is written (facts 5.1)."""
         eps = self.config.norm_eps
         if spec.ratio == 1:
             latent_NC = torch.nn.functional.linear(h_ND, w.project)
         else:
-            tail = self.state.tails[spec.index]
-            tail[at.slot_long_N, at.position_N % spec.ratio] = wide_product(h_ND, w.project).unflatten(1, (2, width))
-            kv_NRC, gate_NRC = tail[at.slot_long_N].unbind(2)
-            latent_NC = (kv_NRC * gate_NRC.softmax(1)).sum(1).bfloat16()
+            latent_NC = self._pooled(spec, at, wide_product(h_ND, w.project).unflatten(1, (2, self.config.head_dim)))
         latent_NC = rows_gpu(latent_NC, norm=(w.norm, eps))
         planes, rope = self.state.rows.sources[spec.index], at.group_rope[spec.ratio]
         page_N, row_N = at.page[spec.ratio], at.row[spec.ratio]
@@ -128,7 +104,17 @@ class Layers:
         key_NI = torch.nn.functional.linear(latent_NC, w.key)
         write_rows(key_NI, planes.key_codes, planes.key_scales, page_N, row_N, form="mxfp4", norm=(w.key_norm, eps), table=rope)
 
-    def _select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
+    def _pooled(self, spec: LayerSpec, at: Places, new_N2C: Tensor) -> Tensor:
+        """Latents [N,C] of the groups that rows end, from raw channels and gates of the pass and of the slots' tails."""
+        tail, m = self.state.tails[spec.index], at.members[spec.ratio]
+        held_NR2C = tail[at.slot_long_N.unsqueeze(1), m.cell_NR]
+        both_NR2C = torch.where(m.inside_NR[..., None, None], new_N2C[m.row_NR], held_NR2C)
+        tail[at.slot_long_N, m.own_N] = new_N2C
+        kv_NRC, gate_NRC = both_NR2C.unbind(2)
+        return (kv_NRC * gate_NRC.softmax(1)).sum(1).bfloat16()
+
+    def select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
+        """Each query's rows of the layer's source, and the candidate pool where the layer publishes one."""
         c, source = self.config, spec.kv_source
         assert source is not None and at.head_rope is not None
         q_MI = linear_gpu(rank_NQ, w.query, None, 1).view(-1, c.index_head_dim)
@@ -138,7 +124,8 @@ class Layers:
         pool_NB = None if spec.candidate_source is None else chosen.pool_NB
         released = fits(q_NJI, pages, c.index_topk, c.candidate_block_size, publish)
         picked = select_packed(
-            q_NJI, weight_NJ, pages, at.slot_N, at.visible[spec.ratio], at.groups_G2, rows=at.tokens // spec.ratio,
+            q_NJI, weight_NJ, pages, at.slot_N, at.visible[spec.ratio], at.groups_G2 if released else self._alone(len(q_NJI)),
+            rows=at.tokens // spec.ratio,
             k=c.index_topk, block_size=c.candidate_block_size, pool_NB=pool_NB, publish_blocks=publish,
             tiling=None if released else ScanTiling(together=1),
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """What a card holds of its requests: pages of released bytes, FP8 window rings, raw tails of unfinished groups, n-gram history.
 
 Everything is allocated when it is made. One slot and one page more than asked for serve the padding rows of a batch bucket.
-Must not know weights or layers' order. The page's bytes are those of `page_layout` and of the engine's memory.
+Rings, tails and history are addressed by position and longer than what is read by the rows that a step may take back: drafts
+that are rejected are overwritten, never rolled back. Must not know weights or layers' order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ NONE = -1
 class CardState:
     """Pages and per-request state for `slots` requests; `pages` in the pool, `most_tokens` of one request.
 
-    `page_tokens`: tokens of a page (default: the plan's). Raises ConfigError for a size that the ratios do not divide.
+    `rows`: the most rows of a request that a step may compute and take back; `page_tokens`: tokens of a page (default: the
+    plan's). Windows of the draft blocks follow those of the layers. Raises ConfigError for a size that the ratios do not divide.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class CardState:
         pages: int,
         most_tokens: int,
         device: torch.device,
+        rows: int = 1,
         page_tokens: int | None = None,
     ) -> None:
-        for name, value in (("slots", slots), ("pages", pages), ("most_tokens", most_tokens)):
+        for name, value in (("slots", slots), ("pages", pages), ("most_tokens", most_tokens), ("rows", rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; at least 1")
         self.config, self.plan, self.device = config, config.plan, device
@@ -46,16 +49,18 @@ class CardState:
         self.layout = PageLayout.of(config, page_tokens)
         self.rows = PageRows(self.layout, pages + 1, slots + 1, most_tokens, device)
         self.pages = {layer: self._source(layer) for layer in self.rows.sources}
-        layers, window, width = len(self.plan.layers), self.plan.window, config.head_dim
-        self.codes = torch.zeros(layers, slots + 1, window, width, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(layers, slots + 1, window, width // 32, dtype=torch.uint8, device=device)
+        self.most_rows = rows
+        back = config.engram_max_ngram_size - 1
+        self.kept = max(1, back, *(spec.ratio - 1 for spec in self.plan.kv_sources))
+        layers, cells, width = len(self.plan.layers) + len(self.plan.drafts), self.plan.window + rows, config.head_dim
+        self.codes = torch.zeros(layers, slots + 1, cells, width, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(layers, slots + 1, cells, width // 32, dtype=torch.uint8, device=device)
         self.tails = {
-            spec.index: torch.zeros(slots + 1, spec.ratio, 2, width, device=device)
+            spec.index: torch.zeros(slots + 1, self.kept + rows, 2, width, device=device)
             for spec in self.plan.kv_sources
             if spec.ratio > 1
         }
-        back = config.engram_max_ngram_size - 1
-        self.history = torch.full((slots + 1, back), NONE, dtype=torch.int64, device=device)
+        self.history = torch.full((slots + 1, self.kept + rows), NONE, dtype=torch.int64, device=device)
         self.rows.set_pages(self.spare, [pages])
 
     def _source(self, layer: int) -> DevicePages:
@@ -84,7 +89,6 @@ class CardState:
         if spare in pages:
             raise ValueError(f"page {spare} is the spare one of padding rows; the pool has pages 0..{spare - 1}")
         self.rows.set_pages(slot, pages)
-        self.history[slot] = NONE
 
     def adopt(self, slot: int, memory: PagedMemory, other: int, position: int, classes_T: Tensor | None) -> None:
         """Take over a request that the engine's memory holds in its slot `other`, whose next token stands at `position`.
@@ -98,6 +102,7 @@ class CardState:
         count = -(-position // self.layout.page_tokens)
         mine, theirs = (rows.table[at, :count].long() for rows, at in ((self.rows, slot), (memory.rows, other)))
         self.rows.bytes_PB[mine.to(self.device)] = memory.bytes_PB[theirs.to(memory.device)].to(self.device)
+        cells = self.codes.shape[2]
         for layer in range(len(self.plan.layers)):
             entries_TC = memory.window(layer, other, position)[-self.plan.window :]
             if len(entries_TC) < min(position, self.plan.window - 1):
@@ -105,15 +110,18 @@ class CardState:
                     f"layer {layer} holds {len(entries_TC)} window entries before position {position}; replay "
                     f"{min(position, self.plan.window - 1)} first"
                 )
-            cells = torch.arange(position - len(entries_TC), position, device=self.device) % self.plan.window
+            cell_T = torch.arange(position - len(entries_TC), position, device=self.device) % cells
             codes, scales = pack_fp8(entries_TC)
-            self.codes[layer, slot, cells], self.scales[layer, slot, cells] = codes.to(self.device), scales.to(self.device)
+            self.codes[layer, slot, cell_T], self.scales[layer, slot, cell_T] = codes.to(self.device), scales.to(self.device)
         for source, tail in self.tails.items():
-            ratio, ring = tail.shape[1], memory.tails[source]
+            ratio, ring = self.plan.layers[source].ratio, memory.tails[source]
             for at in range(position - position % ratio, position):
                 both = torch.stack([ring.kv[other, at % ring.size], ring.gate[other, at % ring.size]])
-                tail[slot, at % ratio] = both.to(self.device)
+                tail[slot, at % tail.shape[1]] = both.to(self.device)
         if classes_T is not None:
-            back = self.history.shape[1]
-            recent = classes_T[max(0, position - back) : position].flip(0).to(self.device)
-            self.history[slot, : len(recent)] = recent
+            self.recall(slot, classes_T[:position])
+
+    def recall(self, slot: int, classes_T: Tensor) -> None:
+        """Set the n-gram history of a request whose tokens so far have these Engram classes (-1 inside an image)."""
+        recent_T = torch.arange(max(0, len(classes_T) - self.kept), len(classes_T), device=self.device)
+        self.history[slot, recent_T % self.history.shape[1]] = classes_T.to(self.device)[recent_T]

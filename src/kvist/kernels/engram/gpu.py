@@ -1,9 +1,9 @@
-"""Engram rows of one new token a request, and their gates, on a GPU: hash, gather, dequantise and quantise in one launch.
+"""Engram rows of new tokens, and their gates, on a GPU: hash, gather, dequantise and quantise in one launch.
 
 Tables may lie in pinned host memory: the kernel reads them through unified addresses, so no thread of the host takes part.
 Must not know layers or requests; what the numbers mean is said in `model/engram.py` (facts section 8).
 
-Shapes: N rows, X columns (n-gram orders x heads), W channels of a table row, S streams, D model width, B tokens back.
+Shapes: N rows, X columns (n-gram orders x heads), W channels of a table row, S streams, D model width, B tokens back, R cells.
 """
 
 from __future__ import annotations
@@ -38,15 +38,23 @@ class StoredRows(NamedTuple):
 
 
 @triton.jit
-def _gather(tokens, classes, history, slots, multipliers, primes, offsets, codes, scales, out, pad, table_rows,
-            HEADS: tl.constexpr, BACK: tl.constexpr, X: tl.constexpr, W: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+def _gather(tokens, positions, offsets_of, text, classes, history, slots, multipliers, primes, offsets, codes, scales, out, pad,
+            table_rows, HEADS: tl.constexpr, BACK: tl.constexpr, CELLS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
+            PLAIN: tl.constexpr):  # fmt: skip
     """One column of one row."""
     n, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + n).to(tl.int64)
-    mixed = tl.load(classes + tl.load(tokens + n)) * tl.load(multipliers)
-    seen = tl.full((), 1, tl.int32)
+    slot, position = tl.load(slots + n).to(tl.int64), tl.load(positions + n).to(tl.int64)
+    before = tl.load(offsets_of + n).to(tl.int64)
+    seen = tl.load(text + n).to(tl.int32)
+    mixed = tl.where(seen != 0, tl.load(classes + tl.load(tokens + n)), pad) * tl.load(multipliers)
     for back in tl.static_range(1, BACK + 1):
-        held = tl.load(history + slot * BACK + back - 1)
+        # A token of the same pass, or one of an earlier pass; none before position 0.
+        here, there = back <= before, (back > before) & (position >= back)
+        mine = n - back
+        token = tl.load(tokens + mine, mask=here, other=0)
+        own = tl.load(classes + token, mask=here & (tl.load(text + mine, mask=here, other=0) != 0), other=-1)
+        past = tl.load(history + slot * CELLS + (position - back + CELLS) % CELLS, mask=there, other=-1)
+        held = tl.where(here, own, past)
         seen = tl.where(held >= 0, seen, 0)
         term = tl.where(seen != 0, held, pad) * tl.load(multipliers + back)
         mixed = tl.where(back <= column // HEADS + 1, mixed ^ term, mixed)
@@ -63,7 +71,7 @@ def _gather(tokens, classes, history, slots, multipliers, primes, offsets, codes
 
 
 @triton.jit
-def _add(x, kv, weight, eps, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PLAIN: tl.constexpr):
+def _add(x, kv, weight, text, eps, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PLAIN: tl.constexpr):
     """One stream of one row, in place."""
     n, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DP)
@@ -77,34 +85,41 @@ def _add(x, kv, weight, eps, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     dot = dot * (1.0 / tl.sqrt(own)) * (1.0 / tl.sqrt(its)) * (1.0 / tl.sqrt(tl.full((), D, tl.float32)))
     root = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
     gate = sigmoid(tl.where(dot.to(tl.int32, bitcast=True) < 0, -root, root))
+    gate = tl.where(tl.load(text + n) != 0, gate, 0.0)
     memory = tl.load(of_row + S * D, mask=inside, other=0.0).to(tl.float32)
     tl.store(mine, rounded(value + gate * memory, PLAIN).to(x.dtype.element_ty), mask=inside)
 
 
 def gather_rows(
-    token_N: Tensor, class_V: Tensor, history_SB: Tensor, slot_N: Tensor, tables: HashTables, stored: StoredRows, heads: int
-) -> Tensor:
-    """Quantised inputs of Engram's projection, bfloat16 [N, X*W], for text tokens that follow `history_SB`.
+    token_N: Tensor, position_N: Tensor, offset_N: Tensor, text_N: Tensor, class_V: Tensor, history_SR: Tensor, slot_N: Tensor,
+    tables: HashTables, stored: StoredRows, heads: int,
+) -> Tensor:  # fmt: skip
+    """Quantised inputs of Engram's projection, bfloat16 [N, X*W]. Row n stands at `position_N[n]` of the request in `slot_N[n]`.
 
-    `class_V` int64 classes by token id; `history_SB` int64 classes of the last B tokens of each slot, newest first, -1 where
-    there is none or an image stands. Ids beyond the stored rows wrap around: a full table has none. Raises GpuUnavailable.
+    The `offset_N[n]` rows before it are the tokens before it; those further back are read from `history_SR`: int64 classes, of
+    position p in cell p % R, -1 where an image stands. `class_V` int64 classes by token id; `text_N` bool, False inside an image.
+    Ids beyond the stored rows wrap around: a full table has none. Raises GpuUnavailable, or ValueError for a history that is too
+    short.
     """
     require_gpu()
     n, columns, width = len(token_N), len(tables.primes), stored.codes.shape[1]
-    back = history_SB.shape[1]
+    back, cells = len(tables.multipliers) - 1, history_SR.shape[1]
+    if cells < back:
+        raise ValueError(f"a history of {cells} tokens a request; n-grams look {back} back")
     out = torch.empty(n, columns * width, dtype=torch.bfloat16, device=token_N.device)
     if n:
         _gather[(n, columns)](
-            token_N, class_V, history_SB, slot_N, *tables[:3], stored.codes, stored.scales, out, tables.pad, len(stored.codes),
-            HEADS=heads, BACK=back, X=columns, W=width, PLAIN=PLAIN, num_warps=1,
+            token_N, position_N, offset_N, text_N, class_V, history_SR, slot_N, *tables[:3], stored.codes, stored.scales, out,
+            tables.pad, len(stored.codes), HEADS=heads, BACK=back, CELLS=cells, X=columns, W=width, PLAIN=PLAIN, num_warps=1,
         )  # fmt: skip
     return out
 
 
-def add_memory(x_NSD: Tensor, kv_NX: Tensor, weight_SD: Tensor, eps: float) -> None:
+def add_memory(x_NSD: Tensor, kv_NX: Tensor, weight_SD: Tensor, text_N: Tensor, eps: float) -> None:
     """Add to every stream, in place, what the memory says through its gate: `kv_NX` bfloat16 [N, (S+1)*D] keys, then the value.
 
-    `weight_SD` float32 product of both norm weights; rows are text. Raises GpuUnavailable, or ValueError for another dtype.
+    `weight_SD` float32 product of both norm weights; `text_N` bool: other rows' gates are closed. Raises GpuUnavailable, or
+    ValueError for another dtype.
     """
     require_gpu()
     require_bfloat16("engram", x_NSD, kv_NX)
@@ -113,5 +128,5 @@ def add_memory(x_NSD: Tensor, kv_NX: Tensor, weight_SD: Tensor, eps: float) -> N
         raise ValueError(f"streams {list(x_NSD.shape)} and projections {list(kv_NX.shape)} must be contiguous and fit together")
     if n:
         _add[(n, s)](
-            x_NSD, kv_NX, weight_SD, eps, S=s, D=d, DP=triton.next_power_of_2(d), PLAIN=PLAIN, num_warps=8,
+            x_NSD, kv_NX, weight_SD, text_N, eps, S=s, D=d, DP=triton.next_power_of_2(d), PLAIN=PLAIN, num_warps=8,
         )  # fmt: skip
