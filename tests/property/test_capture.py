@@ -277,6 +277,8 @@ class ServedQueries:
         self.engine, self.seen = engine, {}
         self._attend = engine.memory.attend
         engine.memory.attend = self._watch  # type: ignore[method-assign]
+        # Whole-layer calls pass no query through Python; the operators one by one have the same bits.
+        engine.memory.places = lambda rows, *, block=False: None  # type: ignore[method-assign]
 
     def _watch(self, layer, source, rows, q_NHC, window_NC, topk_NK, sink_H):  # type: ignore[no-untyped-def]
         jobs = {job.slot: job.id for job in self.engine.scheduler.running.values()}

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvist.cache.native_places import NativePlaces
 from kvist.cache.page_rows import PageRows
 from kvist.cache.placement import BatchRows, Placement, Span
 from kvist.cache.rings import TailRings, WindowRings
@@ -90,6 +91,7 @@ class PagedMemory:
         ]
         self.opened: set[int] = set()
         self._placement: Placement | None = None
+        self._places: NativePlaces | None = None
 
     @property
     def bytes_PB(self) -> Tensor:
@@ -233,6 +235,16 @@ class PagedMemory:
             )
             self.rings.write(layer, span.slot, span.position, window_NC[at])
         return torch.cat(outs) if outs else torch.empty_like(q_NHC)
+
+    def places(self, rows: BatchRows, *, block: bool = False) -> NativePlaces | None:
+        """Where native code finds a pass's rows, or None where the operators are not native. `block`: see `attend_block`."""
+        if not self.native:
+            return None
+        place = self._place(rows, pages=not block)
+        found = self._places
+        if found is None or found.segments_S5 is not place.table_S5 or found.block != block:
+            found = self._places = NativePlaces(place, self._rings, self._sources, self.tails, block=block)
+        return found
 
     def attend_block(self, layer: int, rows: BatchRows, q_NHC: Tensor, window_NC: Tensor, sink_H: Tensor) -> Tensor:
         """Every query sees its request's last `window` entries and the whole block, in both directions; nothing is kept."""

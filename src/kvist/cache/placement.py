@@ -120,7 +120,9 @@ class Placement:
         keep_K = member_K - position_S[of_K] + start_S[of_K]
         cell_K = slot_S[of_K] * ring + member_K % max(ring, 1)
         arrays = (row_M.reshape(-1, ratio), early_E, ring_E, slot_S[of_M[::ratio]], member_M[::ratio], keep_K, cell_K)
-        batch, early, cells, slots, positions, keep, kept = (torch.from_numpy(x).to(self.device) for x in arrays)
+        # Contiguous, because native code reads them by address.
+        lasting = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in arrays)
+        batch, early, cells, slots, positions, keep, kept = lasting
         return Grouping(batch, early, cells, slots, positions, tuple((count_S // ratio).tolist()), keep, kept)
 
 

@@ -58,7 +58,7 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.dim, self.heads, numerics)
         self.wk = Linear(config.head_dim, self.width, numerics) if spec.owns_rows else None
         self.k_norm = RMSNorm(self.width, config.norm_eps, numerics.row_impl) if spec.owns_rows else None
-        self.numerics = numerics
+        self.numerics, self.scale = numerics, self.width**-0.5 * self.heads**-0.5
 
     def keys(self, latent_GC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated index keys [G,I] from latents before their own rotation; quantised where they are stored."""
@@ -68,7 +68,7 @@ class Indexer(nn.Module):
     def queries(self, h_ND: Tensor, rank_NQ: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Quantised index queries [N,J,I] and head weights [N,J]."""
         q_NJI = self.wq_b(rank_NQ).unflatten(1, (self.heads, self.width))
-        weight_NJ = self.weights_proj(h_ND) * (self.width**-0.5 * self.heads**-0.5)
+        weight_NJ = self.weights_proj(h_ND) * self.scale
         return self.numerics.index(rotate(q_NJI, table, impl=self.numerics.row_impl)), weight_NJ
 
 

@@ -15,10 +15,11 @@ from kvist.kernels.hyper_connections import Mix
 from kvist.model.attention import Attention
 from kvist.model.engram import Engram
 from kvist.model.layers import RMSNorm
-from kvist.model.memory import Shared, SharedMemory
+from kvist.model.memory import LayerPlaces, Shared, SharedMemory
 from kvist.model.moe import MoE
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
+from kvist.model.whole_layer import WholeLayer, servable
 
 
 class Block(nn.Module):
@@ -49,6 +50,8 @@ class Block(nn.Module):
             self.register_parameter(f"hc_{half}_base", nn.Parameter(torch.zeros(logits)))
             self.register_parameter(f"hc_{half}_scale", nn.Parameter(torch.ones(3)))
         self.engram = Engram(config, numerics) if spec.engram is not None else None
+        self.servable = servable(self)
+        self._native: WholeLayer | None = None
 
     def remember(self, x_NSD: Tensor, rows: Rows) -> Tensor:
         """The streams with this layer's Engram added; unchanged on other layers."""
@@ -63,13 +66,34 @@ class Block(nn.Module):
         self, x_NSD: Tensor, pre_NS: Tensor, rows: Rows, memory: SharedMemory, shared: Shared, *, publish: bool = True
     ) -> tuple[Tensor, Tensor, Shared]:
         """Streams [N,S,D] after Engram -> streams after the experts, the collapse weights for what follows, `Shared`."""
-        h_ND, mix = self.enter("attn", x_NSD, pre_NS)
-        y_ND, shared = self.attn(h_ND, rows, memory, shared, publish=publish)
-        x_NSD = hyper_connections.leave(y_ND, x_NSD, mix, impl=self.numerics.product_impl)
-        h_ND, after = self.enter("ffn", x_NSD, mix.pre_NS)
+        whole = self._whole(rows, memory)
+        if whole is not None:
+            layer, places = whole
+            x_NSD, pre_NS, shared = layer.run(x_NSD, pre_NS, rows, places, shared, publish=publish)
+            if layer.experts is not None:
+                return x_NSD, pre_NS, shared
+        else:
+            h_ND, mix = self.enter("attn", x_NSD, pre_NS)
+            y_ND, shared = self.attn(h_ND, rows, memory, shared, publish=publish)
+            x_NSD, pre_NS = hyper_connections.leave(y_ND, x_NSD, mix, impl=self.numerics.product_impl), mix.pre_NS
+        h_ND, after = self.enter("ffn", x_NSD, pre_NS)
         y_ND = self.ffn(h_ND, rows.text_N)
         x_NSD = hyper_connections.leave(y_ND, x_NSD, after, impl=self.numerics.product_impl)
         return x_NSD, after.pre_NS, shared
+
+    def _whole(self, rows: Rows, memory: SharedMemory) -> tuple[WholeLayer, LayerPlaces] | None:
+        """The block as one native call, where memory and numerics allow it and nobody listens inside."""
+        if not self.servable or torch.is_grad_enabled() or not len(rows.token_ids_N):
+            return None
+        places = memory.places(rows)
+        if places is None:
+            return None
+        whole = self._native
+        if whole is None or whole.block is not self or not whole.current():
+            if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules()):
+                return None
+            whole = self._native = WholeLayer(self)
+        return whole, places
 
     def enter(self, half: str, x_NSD: Tensor, pre_NS: Tensor) -> tuple[Tensor, Mix]:
         """The normed input of one half and that half's coefficients."""

@@ -17,7 +17,7 @@ from kvist.kernels.hyper_connections.ref import collapse
 from kvist.kernels.index_select import Selection
 from kvist.model.block import Block
 from kvist.model.layers import Linear, QuantLinear, RMSNorm, embedding
-from kvist.model.memory import DraftMemory, Shared
+from kvist.model.memory import DraftMemory, LayerPlaces, Shared
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, consecutive_rows
 
@@ -43,6 +43,10 @@ class DraftView:
         """Attend ring entries and block entries; nothing is kept."""
         assert source is None and topk_NK is None
         return self.memory.attend_block(layer, rows, q_NHC, window_NC, sink_H)
+
+    def places(self, rows: Rows) -> LayerPlaces | None:
+        """The memory's, for whole blocks."""
+        return self.memory.places(rows, block=True)
 
     def group(self, source: int, rows: Rows, ratio: int, kv_NC: Tensor, gate_NC: Tensor | None) -> Groups:
         """Draft blocks own no rows."""

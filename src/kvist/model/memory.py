@@ -17,6 +17,7 @@ from torch import Tensor
 from kvist.config import ModelConfig
 from kvist.kernels.group_pool import Groups
 from kvist.kernels.index_select import Selection, select
+from kvist.kernels.native.layer import NewGroups
 from kvist.kernels.sparse_attention import sparse_attention
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, Segment
@@ -58,9 +59,43 @@ class SharedMemory(Protocol):
         """Attend window and selected rows; `window_NC` are the new tokens' entries, kept for later queries."""
         ...
 
+    def places(self, rows: Rows) -> LayerPlaces | None:
+        """Where native code finds all of the above for a pass; None: operators are called one by one."""
+        ...
+
+
+class LayerPlaces(Protocol):
+    """Where one pass's rows lie, for calls that run a whole layer: addresses of what `kernels.native.pages` describes.
+
+    `segments_S5` int64; `block`: every query sees its whole segment and nothing is kept.
+    """
+
+    segments_S5: Tensor
+    block: bool
+
+    def ring(self, layer: int) -> int:
+        """A layer's window ring."""
+        ...
+
+    def source(self, source: int) -> int:
+        """A source's pages."""
+        ...
+
+    def positions(self, source: int) -> Tensor:
+        """First positions int64 [G] of the groups that this pass completes."""
+        ...
+
+    def groups(self, source: int, table: tuple[Tensor, Tensor]) -> NewGroups:
+        """Their members; `table` is the rotary table of their positions."""
+        ...
+
 
 class DraftMemory(Protocol):
     """What the draft blocks need besides: windows filled from accepted tokens, blocks attended without a trace."""
+
+    def places(self, rows: Rows, *, block: bool) -> LayerPlaces | None:
+        """See `SharedMemory.places`."""
+        ...
 
     def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:
         """Keep window entries without attending (the draft blocks' view of accepted tokens)."""
@@ -112,6 +147,10 @@ class DenseMemory:
     def slot(self, index: int) -> Slot:
         """A request's state, created empty on first use."""
         return self.slots.setdefault(index, Slot())
+
+    def places(self, rows: Rows, *, block: bool = False) -> LayerPlaces | None:
+        """None: slots are plain tensors that grow."""
+        return None
 
     def release(self, index: int) -> None:
         """Forget a request."""

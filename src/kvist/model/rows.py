@@ -48,6 +48,9 @@ class Rows:
     features_FD: Tensor | None = None
     feature_rows_F: Tensor | None = None
     _rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    _rotary_at: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def rotary(self, freq_P: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary table of these positions for one frequency vector, computed once a forward pass."""
@@ -55,6 +58,13 @@ class Rows:
         if key not in self._rotary:
             self._rotary[key] = rotary_table(self.positions_N, freq_P)
         return self._rotary[key]
+
+    def rotary_at(self, positions_G: Tensor, freq_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The table of other positions of this pass; layers that bring the same tensors share it."""
+        key = id(positions_G), id(freq_P)
+        if key not in self._rotary_at:
+            self._rotary_at[key] = positions_G, rotary_table(positions_G, freq_P)  # held, so that its id stays its own
+        return self._rotary_at[key][1]
 
     def pick(self, rows_n: Tensor, segments: tuple[Segment, ...], *, engram: bool = False) -> Rows:
         """A batch of some of these rows; `segments` describe them anew. Features are not carried on, n-grams on request."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvist.kernels.device import require_gpu
-from kvist.kernels.experts.bank import ExpertBank, Portion, ResidentBank, Triple
+from kvist.kernels.experts.bank import ExpertBank, PackedBank, Portion, ResidentBank, Triple
 from kvist.kernels.experts.cpu import experts_cpu
 from kvist.kernels.experts.ref import experts_ref, swiglu
 
-__all__ = ["ExpertBank", "Portion", "ResidentBank", "Triple", "experts", "swiglu"]
+__all__ = ["ExpertBank", "PackedBank", "Portion", "ResidentBank", "Triple", "experts", "swiglu"]
 
 
 def experts(

@@ -39,3 +39,14 @@ class ResidentBank:
     def portions(self, ids: Sequence[int]) -> Sequence[Portion]:
         """See `ExpertBank`."""
         return [nullcontext([(index, self.expert(index)) for index in ids])] if ids else []
+
+
+class PackedBank(ResidentBank):
+    """Experts packed once for the native operator (four bits a weight, or as their values are); nothing else is kept."""
+
+    def __init__(self, triples: Sequence[tuple[Packed, Packed, Packed]]) -> None:
+        self.triples = tuple(triples)
+
+    def expert(self, index: int) -> Triple:
+        """See `ResidentBank`."""
+        return self.triples[index]

@@ -43,11 +43,11 @@ def experts_cpu(
     if not len(x):
         return torch.zeros_like(x)
     out_ND = torch.empty_like(x)
-    last = [] if shared is None else [(SHARED_ID, _pack_expert(shared))]
+    last = [] if shared is None else [(SHARED_ID, packed_expert(shared))]
     portions = bank.portions([index for index in sorted(set(ids.flatten().tolist())) if index >= 0])
     for number, portion in enumerate(portions):
         with portion as held:
-            chosen = [(index, _pack_expert(triple)) for index, triple in held]
+            chosen = [(index, packed_expert(triple)) for index, triple in held]
             if number == len(portions) - 1:
                 chosen += last
             _add_experts(native, x, ids, weights, chosen, out_ND, limit, form, begun=number > 0)
@@ -95,7 +95,7 @@ def _add_experts(
     )
 
 
-def _pack_expert(weights: Triple) -> PackedTriple:
+def packed_expert(weights: Triple) -> PackedTriple:
     """One storage kind for all three, because the native call takes one an expert."""
     w1, w2, w3 = weights
     if isinstance(w1, Packed):

@@ -45,6 +45,7 @@ _SIGNATURES = {
     "kvist_pages_attend": "pppnpppnppnii",
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
+    "kvist_layer": "pppppp",
     "kvist_uniform": "nnnnp",
     "kvist_uniform_at": "pppnnp",
 }
@@ -58,6 +59,7 @@ _CLAIMING = (
     "kvist_select",
     "kvist_pages_attend",
     "kvist_pages_select",
+    "kvist_layer",
 )
 """Functions that need scratch memory: they return an int64, below zero minus the bytes that could not be had."""
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)

@@ -42,7 +42,7 @@ static void rotate_range(void *context, int64_t first, int64_t stop)
         for (int64_t h = 0; h < job->heads; h++) {
             const float *x = job->x + (r * job->heads + h) * job->width;
             float *y = job->y + (r * job->heads + h) * job->width;
-            memcpy(y, x, (size_t)still * 4);
+            if (y != x) memcpy(y, x, (size_t)still * 4);
             for (int64_t p = 0; p < job->pairs; p++) {
                 float even = x[still + 2 * p], odd = x[still + 2 * p + 1], s = job->sign * sin[p];
                 y[still + 2 * p] = even * cos[p] - odd * s;

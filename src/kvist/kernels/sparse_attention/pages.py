@@ -52,11 +52,16 @@ def attend_pages(
         threads(),
     )
     if failed:
-        slot, _, _, position, _ = segments_S5[failed - 1].tolist()
-        raise AssertionError(
-            f"slot {slot}, position {position}: the ring has lost window entries it needs; a pass took back too many rows"
-        )
+        raise lost_window(segments_S5, failed)
     return out
+
+
+def lost_window(segments_S5: Tensor, failed: int) -> AssertionError:
+    """What native code means by the number 1 + segment."""
+    slot, _, _, position, _ = segments_S5[failed - 1].tolist()
+    return AssertionError(
+        f"slot {slot}, position {position}: the ring has lost window entries it needs; a pass took back too many rows"
+    )
 
 
 def keep_window(ring: WindowRing, segments_S5: Tensor, window_NC: Tensor) -> None:

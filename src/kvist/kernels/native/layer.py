@@ -1,0 +1,107 @@
+"""A block's packed weights and one pass's places as the C structures of `layer.c`, and the call that runs a whole layer.
+
+The structures keep nothing alive: whoever fills them holds the tensors. Must not know how a layer's role follows from a
+configuration, requests or scheduling. Mirrors layer.c field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from kvist.kernels.native.calls import native_or_none
+from kvist.kernels.native.packed import Packed
+
+P, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Matrix(ctypes.Structure):
+    """A packed weight; zero where a layer has no such part."""
+
+    _fields_ = (("data", P), ("outputs", N), ("inputs", N), ("groups", N), ("kind", N))
+
+    @staticmethod
+    def of(weight: Packed, inputs: int, groups: int = 1) -> Matrix:
+        """`inputs` of each of `groups` parts."""
+        return Matrix(weight.pointer, weight.outputs, inputs, groups, weight.kind)
+
+
+class Entrance(ctypes.Structure):
+    """Hyper-connection weights and the norm before one half of a layer."""
+
+    _fields_ = (("fn", Matrix), ("base", P), ("scale", P), ("norm", P))
+
+
+class AttentionHalf(ctypes.Structure):
+    """Weights and sizes of attention in any of the four roles."""
+
+    _fields_ = (
+        ("enter", Entrance),
+        *((name, Matrix) for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")),
+        *((name, P) for name in ("q_norm", "kv_norm", "sink")),
+        *((name, Matrix) for name in ("rows_kv", "rows_gate", "row_key")),
+        *((name, P) for name in ("rows_norm", "key_norm")),
+        *((name, Matrix) for name in ("index_q", "index_weight")),
+        *((name, N) for name in ("heads", "head_width", "index_heads", "index_width", "chosen", "block_size", "published")),
+        ("index_scale", F),
+    )
+
+
+class ExpertsHalf(ctypes.Structure):
+    """Router, experts and the shared expert, which stands last in `tables` and `kinds`. No tables: the half is not run."""
+
+    _fields_ = (
+        ("enter", Entrance),
+        ("gate", Matrix),
+        *((name, P) for name in ("bias_text", "bias_image", "tables", "kinds")),
+        *((name, N) for name in ("experts", "hidden", "active", "normalise")),
+        *((name, F) for name in ("temperature", "scale", "limit")),
+    )
+    tables: int | None
+
+
+class Layer(ctypes.Structure):
+    """One block."""
+
+    _fields_ = (
+        *((name, N) for name in ("streams", "width", "pairs", "iterations")),
+        *((name, F) for name in ("hc_eps", "norm_eps")),
+        ("attention", AttentionHalf),
+        ("experts", ExpertsHalf),
+    )
+    experts: ExpertsHalf
+
+
+class NewGroups(ctypes.Structure):
+    """The groups of one source that a pass completes."""
+
+    _fields_ = (
+        *((name, P) for name in ("batch", "early", "early_cell", "slot", "position", "keep", "keep_cell")),
+        *((name, N) for name in ("groups", "earlies", "kept", "ratio")),
+        *((name, P) for name in ("tail_kv", "tail_gate", "cos", "sin")),
+    )
+
+
+class LayerPass(ctypes.Structure):
+    """What one layer's call gets besides weights and streams."""
+
+    _fields_ = (
+        ("segments", P),
+        *((name, N) for name in ("count", "rows", "block")),
+        *((name, P) for name in ("text", "cos", "sin", "source", "ring", "groups", "pool")),
+        *((name, N) for name in ("pool_blocks", "selected")),
+        *((name, P) for name in ("topk", "blocks")),
+        ("threads", N),
+    )
+
+
+def run_layer(layer: int, given: LayerPass, x_NSD: Tensor, pre_NS: Tensor, x_out_NSD: Tensor, pre_out_NS: Tensor) -> int:
+    """Run the `Layer` at that address on contiguous float32 streams and collapse weights.
+
+    Returns 0, or 1 + the segment whose ring has lost entries that it needs; the outputs then hold anything.
+    """
+    native = native_or_none()
+    assert native is not None, "callers run the operators one by one where there is no library"
+    pointers = (x_NSD.data_ptr(), pre_NS.data_ptr(), x_out_NSD.data_ptr(), pre_out_NS.data_ptr())
+    return int(native.kvist_layer(layer, ctypes.addressof(given), *pointers))
