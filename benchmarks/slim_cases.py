@@ -45,11 +45,15 @@ def table_rows(config: ModelConfig, engram_gb: float | None) -> int:
     return min(1 << (rows.bit_length() - 1), min(config.engram_num_embeddings))
 
 
-def random_state(config: ModelConfig, case: Case, device: torch.device) -> CardState:
-    """Requests in the midst of contexts of random rows; the last page is a request's own, the others may be shared."""
+def random_state(config: ModelConfig, case: Case, device: torch.device, rows: int = 1) -> CardState:
+    """Requests in the midst of contexts of random rows; the last page is a request's own, the others may be shared.
+
+    `rows`: the most of a request that a step takes back.
+    """
     size = config.plan.page_tokens
     each = -(-case.context // size)
-    state = CardState(config, slots=case.batch, pages=case.distinct * each + case.batch, most_tokens=each * size, device=device)
+    pages = case.distinct * each + case.batch
+    state = CardState(config, slots=case.batch, pages=pages, most_tokens=each * size, device=device, rows=rows)
     source = torch.Generator(device).manual_seed(1)
     pool = state.rows.bytes_PB
     pool.random_(0, 256, generator=source)
