@@ -20,7 +20,7 @@ from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, req
 from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
 from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
-from kvist.kernels.experts.bank import ResidentBank
+from kvist.kernels.experts.gpu_bank import GpuBank as GpuBank
 
 PLAIN = interpreted()
 SMALL_PLAN = 512
@@ -44,23 +44,6 @@ GROUPED = Shape(32, 2, 4, 4)
 PREFILL = Shape(256, 2, 8, 3)
 FULL_TILE = 64
 """Choices an expert from which wide tiles cost less than many narrow ones (estimated from 24 and 192, measured)."""
-
-
-class GpuBank(ResidentBank):
-    """Experts of one layer on the device: `gate_up` paired panels of 2F outputs, `down` panels of D outputs."""
-
-    def __init__(self, gate_up: PanelWeight, down: PanelWeight) -> None:
-        if not gate_up.paired or down.inputs * 2 != gate_up.outputs or down.outputs != gate_up.inputs:
-            raise ValueError(
-                f"gate+up {gate_up.outputs} x {gate_up.inputs} (paired: {gate_up.paired}) and down {down.outputs} x "
-                f"{down.inputs} are not one SwiGLU"
-            )
-        if gate_up.outputs % 64 or down.outputs % 64 or gate_up.inputs % 32 or down.inputs % 32:
-            raise ValueError(
-                f"expert width {down.inputs} and model width {down.outputs} must be multiples of 32 and 64 for impl 'gpu'; "
-                "use impl 'ref'"
-            )
-        self.gate_up, self.down = gate_up, down
 
 
 class Plan(NamedTuple):

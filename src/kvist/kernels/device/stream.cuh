@@ -1,0 +1,246 @@
+// One row times stored FP4 and FP8 weights at the rate of memory, for Hopper (sm_90a): pieces of several kernels.
+//
+// A warp reads chunks of panels (64 outputs; `panels.py`) through a ring of its own in shared memory, filled by bulk copies it issues
+// itself: no warp waits for another. Weights do not depend on the launch before, so rings are filled before it has ended. Products are
+// exact in bfloat16, sums float32. Knows no operator.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+static const int WARPS = 8;           // that multiply
+static const int CODES = 4096;        // bytes of a chunk: 64 outputs x 128 FP4 or 64 FP8 inputs
+static const int FP4_SCALES = 256;    // bytes of a chunk of FP4
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Barriers in shared memory, and copies that arrive there.
+__device__ __forceinline__ void barrier_init(u32 at, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 at) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void wait(u32 at, int parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}\n" ::"r"(at),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void expect(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+// Weights are read once a step: L2 lets them go first, and keeps code, tables and rows.
+__device__ __forceinline__ void bulk_copy(u8* to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ull)
+      : "memory");
+}
+// 16 bytes, past the cache of a multiprocessor.
+__device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void read_ahead(const u8* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The launch before, the launch after, and other blocks of this one.
+__device__ __forceinline__ void wait_for_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ u32 seen(const u32* p) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ void publish(u32* p, u32 by) {
+  asm volatile("red.release.gpu.add.u32 [%0], %1;" ::"l"(p), "r"(by) : "memory");
+}
+
+// Numbers.
+__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float rounded(float x) { return low_of(bfloat_pair(x, 0.f)); }
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ float power2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ u32 warp_max(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ u32 warp_min(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int by = 16; by; by >>= 1) x += __shfl_xor_sync(0xFFFFFFFF, x, by);
+  return x;
+}
+__device__ __forceinline__ u32 size_of(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+// A group's largest size (bits) -> its power-of-two scale: 1e-4 at least, infinity where a value is not finite.
+__device__ __forceinline__ float fp8_scale(u32 largest) {
+  float raised = (__uint_as_float(max(largest, 0x38D1B717u)) * 0.002232142857142857f) * 1.9999998807907104f;
+  return __uint_as_float(__float_as_uint(raised) & 0x7F800000);
+}
+__device__ __forceinline__ float power_reciprocal(float scale) {
+  int exponent = 254 - ((__float_as_uint(scale) >> 23) & 255);
+  return __uint_as_float((u32)max(exponent, 0) << 23);
+}
+// |value| -> E4M3's nearest, ties to even; and its code.
+__device__ __forceinline__ float e4m3_value(float value, u32& code) {
+  u32 magic = (__float_as_uint(value > 0.015625f ? value : 0.015625f) & 0x7F800000) + (20 << 23);
+  float shifted = value + __uint_as_float(magic);
+  code = (__float_as_uint(shifted) & 31) + 8 * ((magic >> 23) - (127 + 20 - 6));
+  return shifted - __uint_as_float(magic);
+}
+__device__ __forceinline__ float fake_fp8(float x, float scale) {
+  u32 code;
+  float value = e4m3_value(fabsf(x) * power_reciprocal(scale), code);
+  return (x < 0.f ? -value : value) * scale;
+}
+
+// Weights' codes to bfloat16 pairs. Bits of FP4 read as value * 2^-126, of FP8 as value * 2^-120.
+__device__ __forceinline__ void expand_fp4(u32 w, const u32 (&factor)[4], u32 (&out)[4]) {
+  out[0] = times(w & 0x81C081C0u, factor[0]);
+  out[1] = times((w << 3) & 0x81C081C0u, factor[1]);
+  out[2] = times((w << 6) & 0x81C081C0u, factor[2]);
+  out[3] = times(((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u) | ((w << 1) & 0x80008000u), factor[3]);
+}
+__device__ __forceinline__ void expand_fp8(u32 w, const u32 (&factor)[2], u32 (&out)[2]) {
+  out[0] = times(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u), factor[0]);
+  out[1] = times(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u), factor[1]);
+}
+// Byte `run` of the exponents as a pair of powers of two.
+__device__ __forceinline__ u32 factor_of(u32 exponents, int run) {
+  return __byte_perm(exponents, 0, 0x0404 | (run << 4) | (run << 12)) >> 1;
+}
+__device__ __forceinline__ void product_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint4 shared_words(const u8* at) { return *(const uint4*)at; }
+
+// A panel's 64 sums of a warp: outputs 16 m + g and 8 more lie in lanes 4 g, at [m][0] and [m][2].
+typedef float Sums[4][4];
+
+// Adds a chunk of FP4 (128 inputs at `x`, bfloat16) or FP8 (64 inputs; `pairs` its four exponents).
+__device__ __forceinline__ void add_fp4(Sums& sums, const u8* stage, const u8* x, int lane) {
+  int g = lane >> 2, t = lane & 3;
+  uint4 in[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) in[r] = g ? make_uint4(0, 0, 0, 0) : shared_words(x + r * 64 + t * 16);
+  const u32* scales = (const u32*)(stage + CODES);
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    int row = m * 16 + g;
+    uint4 top = shared_words(stage + row * 64 + t * 16), low = shared_words(stage + (row + 8) * 64 + t * 16);
+    u32 first = scales[row] + 0x7E7E7E7E, second = scales[row + 8] + 0x7E7E7E7E, f[4], s[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) f[r] = factor_of(first, r), s[r] = factor_of(second, r);
+    u32 a0[4], a1[4], a2[4], a3[4];
+    expand_fp4(top.x, f, a0), expand_fp4(low.x, s, a1), expand_fp4(top.y, f, a2), expand_fp4(low.y, s, a3);
+#pragma unroll
+    for (int r = 0; r < 4; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].x, in[r].y);
+    expand_fp4(top.z, f, a0), expand_fp4(low.z, s, a1), expand_fp4(top.w, f, a2), expand_fp4(low.w, s, a3);
+#pragma unroll
+    for (int r = 0; r < 4; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].z, in[r].w);
+  }
+}
+__device__ __forceinline__ void add_fp8(Sums& sums, const u8* stage, u32 pairs, const u8* x, bool paired, int lane) {
+  int g = lane >> 2, t = lane & 3;
+  uint4 in[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) in[r] = g ? make_uint4(0, 0, 0, 0) : shared_words(x + r * 64 + t * 16);
+  // Exponents belong to outputs of one parity (gates, ups), or to the first and second 32 outputs.
+  u32 both = pairs + 0x78787878, f[2][2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 own = both >> ((paired ? g & 1 : half) * 16);
+    f[half][0] = factor_of(own, 0), f[half][1] = factor_of(own, 1);
+  }
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    int row = m * 16 + g;
+    uint4 top = shared_words(stage + row * 64 + t * 16), low = shared_words(stage + (row + 8) * 64 + t * 16);
+    u32 a0[2], a1[2], a2[2], a3[2];
+    expand_fp8(top.x, f[m / 2], a0), expand_fp8(low.x, f[m / 2], a1), expand_fp8(top.y, f[m / 2], a2), expand_fp8(low.y, f[m / 2], a3);
+#pragma unroll
+    for (int r = 0; r < 2; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].x, in[r].y);
+    expand_fp8(top.z, f[m / 2], a0), expand_fp8(low.z, f[m / 2], a1), expand_fp8(top.w, f[m / 2], a2), expand_fp8(low.w, f[m / 2], a3);
+#pragma unroll
+    for (int r = 0; r < 2; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].z, in[r].w);
+  }
+}
+__device__ __forceinline__ void keep(float* to, const Sums& sums, int lane) {
+  if (lane & 3) return;
+#pragma unroll
+  for (int m = 0; m < 4; m++) to[m * 16 + (lane >> 2)] = sums[m][0], to[m * 16 + (lane >> 2) + 8] = sums[m][2];
+}
+
+// Four of a row's inputs, FP8-quantised in groups of 32 (eight lanes), as they lie in shared memory.
+__device__ __forceinline__ uint2 quantised_four(const float (&v)[4]) {
+  u32 largest = max(max(size_of(v[0]), size_of(v[1])), max(size_of(v[2]), size_of(v[3])));
+#pragma unroll
+  for (int by = 4; by; by >>= 1) largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
+  float scale = fp8_scale(largest);
+  return make_uint2(bfloat_pair(fake_fp8(v[0], scale), fake_fp8(v[1], scale)),
+                    bfloat_pair(fake_fp8(v[2], scale), fake_fp8(v[3], scale)));
+}
+__device__ __forceinline__ void four_of(uint2 pairs, float (&v)[4]) {
+  v[0] = low_of(pairs.x), v[1] = high_of(pairs.x), v[2] = low_of(pairs.y), v[3] = high_of(pairs.y);
+}
+
+// Quantises a thread's inputs where they lie in shared memory: rolled up, because code comes from far when a launch begins.
+__device__ __forceinline__ void quantise_row(u8* x, int inputs, int thread, int threads) {
+#pragma unroll 1
+  for (int first = 4 * (thread & ~31); first < inputs; first += 4 * threads) {
+    int at = first + 4 * (thread & 31);
+    float four[4];
+    four_of(at < inputs ? *(const uint2*)(x + 2 * at) : make_uint2(0, 0), four);
+    uint2 q = quantised_four(four);
+    if (at < inputs) *(uint2*)(x + 2 * at) = q;
+  }
+}
+
+// A warp's ring: `STAGES` chunks of `BYTES` and a barrier for each.
+template <int STAGES, int BYTES> struct Ring {
+  u8* data;
+  u32 barriers;
+  int stage, parity;
+  __device__ __forceinline__ void open(u8* rings, u8* all_barriers, int warp, int lane) {
+    data = rings + warp * STAGES * BYTES;
+    barriers = shared_address(all_barriers) + warp * STAGES * 8;
+    stage = parity = 0;
+    if (lane == 0) {
+      for (int s = 0; s < STAGES; s++) barrier_init(barriers + 8 * s, 1);
+      barriers_ready();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ u8* at(int s) { return data + s * BYTES; }
+  __device__ __forceinline__ u32 barrier(int s) { return barriers + 8 * s; }
+  __device__ __forceinline__ void arrived() { wait(barriers + 8 * stage, parity); }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};

@@ -1,0 +1,446 @@
+// The experts' half of a layer for one row in one launch, for Hopper (sm_90a): needs `device/stream.cuh`, `hyper_connections/collapse.cuh`.
+//
+// Every block norms and quantises the row, then takes equal runs of chunks of the shared expert's gate+up, of the chosen experts'
+// gate+up, and of all downs. Logits of the router are made by all blocks before the first run and the choice is made by a warp of each
+// while the first run is read, so that weights keep coming. Panels that blocks share are finished by the block that begins them,
+// from the others' parts in their order; downs are left as parts for the next pass: bits never depend on timing. All blocks must be on
+// the card at once. Knows no layers.
+
+static const int STAGES = 5;
+static const int STAGE = CODES + FP4_SCALES;
+static const int THREADS = 288;      // eight warps that multiply, one that chooses
+static const int MOST_EXPERTS = 12;  // of a lane
+static const int MOST_CHOSEN = 16;
+static const int MOST_GATES = 3;     // rows of the router a block
+
+struct Call {
+  const u16* gate;  // [E, D]
+  const float* bias_text;
+  const float* bias_image;
+  const u8* text;   // whether the row is text
+  const u8* up_codes;  // paired FP4 panels of all experts
+  const u8* up_scales;
+  const u8* down_codes;
+  const u8* down_scales;
+  const u8* shared_up_codes;  // FP8
+  const u32* shared_up_scales;
+  const u8* shared_down_codes;
+  const u32* shared_down_scales;
+  float* logits;        // [E]
+  float* shared_parts;  // [blocks, 64]
+  float* routed_parts;
+  u16* hidden;          // [K + 1, F]
+  float* out;           // parts [most, D]
+  i64* ids;             // [K]
+  float* weights;
+  u32* counters;        // logits, panels, exits, then two flags a block: zero before and after
+  const u8* ahead;
+  Streams streams;
+  i64 ahead_bytes;
+  int width, hidden_width, experts, chosen, blocks, shared_share, routed_share, down_share, slots, normalise;
+  float limit, temperature, scale;
+};
+
+enum { LOGITS, PANELS, EXITS, FLAGS };
+
+struct Shared {  // of a block, behind the rings
+  u32 counts[32];  // warps that are done with a slot's sums
+  int ids[MOST_CHOSEN];
+  float weights[MOST_CHOSEN];
+  float partial[MOST_GATES][WARPS];
+  float scores[MOST_EXPERTS * 32];
+  u8 barriers[16];  // choice made; hidden rows whole
+};
+
+__device__ __forceinline__ float score_of(float logit) {
+  float x = min(logit, 20.f), grown = power2(1.4426950408889634f * x), one = 1.f + grown;
+  float small = one == 1.f ? grown : logf(one) * (grown / (one - 1.f));
+  return sqrtf(logit > 20.f ? logit : small);
+}
+
+// The chosen experts, ascending, and their weights, by one warp.
+__device__ __forceinline__ void choose(const Call& c, Shared* own, int lane, bool write) {
+  u32 key[MOST_EXPERTS], taken = 0;
+  const float* bias = c.text[0] ? c.bias_text : c.bias_image;
+  int broken = 0;
+#pragma unroll
+  for (int i = 0; i < MOST_EXPERTS; i++) {
+    int e = i * 32 + lane;
+    if (e < c.experts) own->scores[e] = __ldcg(c.logits + e), key[i] = __float_as_uint(__ldg(bias + e));
+  }
+#pragma unroll 1
+  for (int e = lane; e < c.experts; e += 32) own->scores[e] = score_of(own->scores[e] / c.temperature);
+#pragma unroll
+  for (int i = 0; i < MOST_EXPERTS; i++) {
+    int e = i * 32 + lane;
+    if (e >= c.experts) {
+      key[i] = 0;
+      continue;
+    }
+    float order = own->scores[e] + __uint_as_float(key[i]) + 0.f;
+    broken |= order != order;
+    u32 bits = __float_as_uint(order);
+    key[i] = max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+  }
+  bool whole = __ballot_sync(0xFFFFFFFF, broken) == 0;
+#pragma unroll 1
+  for (int turn = 0; turn < c.chosen; turn++) {
+    u32 best = 0, at = 0xFFFFFFFF;
+#pragma unroll
+    for (int i = 0; i < MOST_EXPERTS; i++) best = max(best, key[i]);
+    best = warp_max(best);
+#pragma unroll
+    for (int i = MOST_EXPERTS - 1; i >= 0; i--)
+      if (key[i] == best) at = i * 32 + lane;
+    at = warp_min(at);
+#pragma unroll
+    for (int i = 0; i < MOST_EXPERTS; i++)
+      if (at == i * 32 + lane) key[i] = 0, taken |= 1u << i;
+  }
+  int before = 0;
+#pragma unroll
+  for (int i = 0; i < MOST_EXPERTS; i++) {
+    bool mine = taken >> i & 1;
+    u32 all = __ballot_sync(0xFFFFFFFF, mine);
+    int place = before + __popc(all & ((1u << lane) - 1));
+    // A row with a NaN weighs nothing.
+    if (mine) own->ids[place] = i * 32 + lane, own->weights[place] = whole ? own->scores[i * 32 + lane] : 0.f;
+    before += __popc(all);
+  }
+  __syncwarp();
+  float sum = 0.f;
+  for (int k = 0; k < c.chosen; k++) sum += own->weights[k];
+  float factor = lane < c.chosen ? own->weights[lane] : 0.f;
+  if (c.normalise) factor = factor / (sum + 1e-20f);
+  __syncwarp();
+  if (lane < c.chosen) {
+    own->weights[lane] = factor * c.scale;
+    if (write) c.ids[lane] = whole ? own->ids[lane] : -1, c.weights[lane] = factor * c.scale;
+  }
+  __syncwarp();
+}
+
+// A lane's hidden value of a panel, whole: activation, weight, FP8 of the 32 lanes. `expert`: place among the chosen, or `chosen`.
+__device__ __forceinline__ void finish(const Call& c, float gate, float up, int expert, int panel, float weight, int lane) {
+  gate = min(rounded(gate), c.limit);
+  up = rounded(up);
+  up = up > c.limit ? c.limit : up < -c.limit ? -c.limit : up;
+  float value = rounded(gate / (1.f + power2(-1.4426950408889634f * max(gate, -80.f))) * up * weight);
+  float quantised = fake_fp8(value, fp8_scale(warp_max(size_of(value))));
+  c.hidden[(i64)expert * c.hidden_width + panel * 32 + lane] = (u16)bfloat_pair(quantised, 0.f);
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence();
+    publish(c.counters + PANELS, 1);
+  }
+}
+
+__device__ __forceinline__ float2 sum_of_warps(const float* sums, int lane) {
+  float2 total = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    float2 own = *(const float2*)(sums + w * 64 + 2 * lane);
+    total.x += own.x, total.y += own.y;
+  }
+  return total;
+}
+
+// Adds the parts of a panel that following blocks made.
+__device__ __forceinline__ void add_following(float2& total, const float* parts, u32* flags, int block, int share, int stop, int lane) {
+#pragma unroll 1
+  for (int other = block + 1; other * share < stop; other++) {
+    if (lane == 0) {
+      while (!seen(flags + other)) {}
+      flags[other] = 0;
+    }
+    __syncwarp();
+    float2 own = __ldcg((const float2*)(parts + other * 64 + 2 * lane));
+    total.x += own.x, total.y += own.y;
+  }
+}
+
+struct Run {  // a block's part of a phase
+  int first, end, chunks, panel, slots;  // `panel`: the first
+  __device__ __forceinline__ void cut(int block, int share, int all, int chunks_of_panel) {
+    first = min(block * share, all), end = min(first + share, all), chunks = chunks_of_panel;
+    panel = (u32)first / (u32)chunks;
+    slots = first < end ? (u32)(end - 1) / (u32)chunks - panel + 1 : 0;
+  }
+};
+
+// What a warp's ring reads next.
+struct Reader {
+  int phase, unit, end, expert, panel, place;
+};
+
+struct Work {
+  Run shared_up, routed_up, down;
+  int fp4_down, fp8_down, up_panels, up_all;  // chunks of a down panel an expert; panels and chunks of an expert's gate+up
+  Ring<STAGES, STAGE> ring;
+  Reader reader;
+};
+
+// Issues the next chunk of the warp into the stage `ahead` of the one in turn, if there is one; one lane.
+__device__ __forceinline__ bool fetch(const Call& c, Work& w, const Shared* own, int ahead, int warp) {
+  Reader& r = w.reader;
+  while (r.unit >= r.end) {
+    if (r.phase == 2) return false;
+    if (r.phase++ == 0) {
+      wait(shared_address(own->barriers), 0);
+      r.unit = w.routed_up.first + warp, r.end = w.routed_up.end, r.expert = (u32)r.unit / (u32)w.up_all;
+    } else {
+      r.unit = w.down.first + warp, r.end = w.down.end;
+      r.panel = (u32)r.unit / (u32)w.down.chunks, r.place = r.unit - r.panel * w.down.chunks;
+    }
+  }
+  int stage = w.ring.stage + ahead;
+  if (stage >= STAGES) stage -= STAGES;
+  u8* to = w.ring.at(stage);
+  u32 barrier = w.ring.barrier(stage);
+  const u8* codes;
+  i64 chunk = -1;
+  if (r.phase == 0) codes = c.shared_up_codes + (i64)r.unit * CODES;
+  else if (r.phase == 1) {
+    while (r.unit >= (r.expert + 1) * w.up_all) r.expert++;
+    chunk = (i64)own->ids[r.expert] * w.up_all + (r.unit - r.expert * w.up_all);
+    codes = c.up_codes + chunk * CODES;
+  } else {
+    int fp4 = c.chosen * w.fp4_down, panels = c.width / 64;
+    if (r.place < fp4) {
+      int e = (u32)r.place / (u32)w.fp4_down;
+      chunk = ((i64)own->ids[e] * panels + r.panel) * w.fp4_down + (r.place - e * w.fp4_down);
+      codes = c.down_codes + chunk * CODES;
+    } else codes = c.shared_down_codes + ((i64)r.panel * w.fp8_down + (r.place - fp4)) * CODES;
+    r.place += WARPS;
+    while (r.place >= w.down.chunks) r.place -= w.down.chunks, r.panel++;
+  }
+  expect(barrier, chunk >= 0 ? STAGE : CODES);
+  bulk_copy(to, codes, CODES, barrier);
+  if (chunk >= 0) bulk_copy(to + CODES, (r.phase == 1 ? c.up_scales : c.down_scales) + chunk * FP4_SCALES, FP4_SCALES, barrier);
+  r.unit += WARPS;
+  return true;
+}
+
+// Whether this warp is the last of the block to leave its sums in a slot.
+__device__ __forceinline__ bool last_of(u32* count, int lane) {
+  u32 before = 0;
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence_block();
+    before = atomicAdd(count, 1u);
+    __threadfence_block();
+  }
+  return __shfl_sync(0xFFFFFFFF, before, 0) == WARPS - 1;
+}
+
+// The inputs of all of a warp's chunks of down, at once.
+__device__ __forceinline__ void take_hidden(const Call& c, const Work& w, u8* to, int warp, int lane) {
+  const Run& run = w.down;
+  u32 fp4 = c.chosen * w.fp4_down;
+#pragma unroll 1
+  for (int i = lane; i < (c.down_share + WARPS - 1) / WARPS * 16; i += 32) {
+    u32 unit = run.first + warp + i / 16 * WARPS, place = unit % (u32)run.chunks, piece = i % 16;
+    if (unit >= (u32)run.end || (place >= fp4 && piece >= 8)) continue;
+    u32 e = place < fp4 ? place / (u32)w.fp4_down : c.chosen;
+    u32 d = place < fp4 ? (place - e * w.fp4_down) * 128 : (place - fp4) * 64;
+    copy_unit(to + i * 16, c.hidden + (i64)e * c.hidden_width + d + piece * 8, true);
+  }
+  copies_wait();
+  __syncwarp();
+}
+
+// A panel's sums are whole in this block's warps: what becomes of them. `phase`: shared gate+up, chosen gate+up, down.
+__device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared* own, const float* sums, const Run& run, int phase, int panel,
+                                      int lane) {
+  int block = blockIdx.x;
+  float2 whole = sum_of_warps(sums, lane);
+  if (phase == 2) {
+    int part = block - (u32)(panel * run.chunks) / (u32)c.down_share;
+    *(float2*)(c.out + (i64)part * c.width + panel * 64 + 2 * lane) = whole;
+    return;
+  }
+  float* parts = phase ? c.routed_parts : c.shared_parts;
+  u32* flags = c.counters + FLAGS + (phase ? c.blocks : 0);
+  if (panel * run.chunks < run.first) {
+    *(float2*)(parts + block * 64 + 2 * lane) = whole;
+    __syncwarp();
+    if (lane == 0) {
+      __threadfence();
+      publish(flags + block, 1);
+    }
+    return;
+  }
+  int stop = (panel + 1) * run.chunks, expert = c.chosen;
+  if (phase) {
+    expert = (u32)panel / (u32)w.up_panels, panel -= expert * w.up_panels;
+    add_following(whole, parts, flags, block, c.routed_share, stop, lane);
+  } else if (stop > run.end) return;  // parts of others come as late as these: the ninth warp finishes such a panel
+  finish(c, whole.x, whole.y, expert, panel, phase ? own->weights[expert] : 1.f, lane);
+}
+
+__device__ __forceinline__ void multiply(const Call& c, Work& w, Shared* own, float* sums, const u32* up_table, const u32* down_table, u8* x,
+                                         int pending, int warp, int lane) {
+#pragma unroll 1
+  for (int phase = 0; phase < 3; phase++) {
+    Run run = phase == 0 ? w.shared_up : phase == 1 ? w.routed_up : w.down;
+    // Behind this many chunks of a panel come chunks of FP8.
+    int fp4 = phase == 0 ? 0 : phase == 1 ? run.chunks : c.chosen * w.fp4_down;
+    const u32* table = phase == 0 ? up_table : down_table;
+    int base = phase == 1 ? w.shared_up.slots : 0, unit = run.first + warp, panel = run.panel;
+    u32* counts = own->counts + (phase == 2 ? 16 : base);
+    u8* in = x;
+    if (phase == 1) wait(shared_address(own->barriers), 0);
+    if (phase == 2) {
+      if (lane == 0 && c.ahead_bytes) {
+        i64 share = c.ahead_bytes / (c.blocks * WARPS) / 16 * 16, at = (i64)(blockIdx.x * WARPS + warp) * share;
+#pragma unroll 1
+        for (i64 done = 0; done < share; done += 16384) read_ahead(c.ahead + at + done, (u32)min(share - done, (i64)16384));
+      }
+      wait(shared_address(own->barriers) + 8, 0);
+      in += warp * ((c.down_share + WARPS - 1) / WARPS) * 256;
+      take_hidden(c, w, in, warp, lane);
+    }
+    #pragma unroll 1
+    for (int slot = 0; slot < run.slots; slot++, panel++) {
+      int stop = min(run.end, (panel + 1) * run.chunks);
+      Sums total = {};
+#pragma unroll 1
+      for (; unit < stop; unit += WARPS) {
+        if (lane == 0) {
+#pragma unroll 1
+          for (; pending < STAGES && fetch(c, w, own, pending, warp); pending++) {}
+        }
+        w.ring.arrived();
+        const u8* stage = w.ring.at(w.ring.stage);
+        int place = unit - panel * run.chunks;
+        if (phase < 2) in = x + place * (phase ? 256 : 128);
+        if (place < fp4) add_fp4(total, stage, in, lane);
+        else add_fp8(total, stage, table[unit - run.first], in, phase == 0, lane);
+        if (phase == 2) in += 256;
+        __syncwarp();
+        w.ring.advance();
+        pending--;
+      }
+      float* mine = sums + (base + slot) * WARPS * 64;
+      keep(mine + warp * 64, total, lane);
+      if (last_of(counts + slot, lane)) leave(c, w, own, mine, run, phase, panel, lane);
+    }
+  }
+}
+
+// The ninth warp: logits, the choice, the shared expert's panels of several blocks, and word of whole hidden rows.
+__device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own, const float* sums, int lane) {
+  int block = blockIdx.x;
+  if (lane == 0) {
+    for (int g = 0; g < MOST_GATES && block + g * c.blocks < c.experts; g++) {
+      float sum = 0.f;
+      for (int i = 0; i < WARPS; i++) sum += own->partial[g][i];
+      c.logits[block + g * c.blocks] = sum;
+    }
+    __threadfence();
+    publish(c.counters + LOGITS, 1);
+    while (seen(c.counters + LOGITS) != (u32)c.blocks) {}
+  }
+  __syncwarp();
+  choose(c, own, lane, block == 0);
+  if (lane == 0) arrive(shared_address(own->barriers));
+  const Run& run = w.shared_up;
+  int slot = run.slots - 1, panel = run.panel + slot, stop = (panel + 1) * run.chunks;
+  if (slot >= 0 && panel * run.chunks >= run.first && stop > run.end) {
+    if (lane == 0)
+      while (seen(own->counts + slot) != WARPS) {}
+    __syncwarp();
+    float2 whole = sum_of_warps(sums + slot * WARPS * 64, lane);
+    add_following(whole, c.shared_parts, c.counters + FLAGS, block, c.shared_share, stop, lane);
+    finish(c, whole.x, whole.y, c.chosen, panel, 1.f, lane);
+  }
+  if (block == c.blocks - 1) coefficients(c.streams, lane);
+  if (lane == 0) {
+    u32 all = (c.chosen + 1) * w.up_panels;
+    while (seen(c.counters + PANELS) != all) {}
+    arrive(shared_address(own->barriers) + 8);
+    // The last block to come here leaves zeros for the next launch: nobody looks at the counters any more.
+    __threadfence();
+    if (atomicAdd(c.counters + EXITS, 1u) == (u32)c.blocks - 1) c.counters[LOGITS] = c.counters[PANELS] = c.counters[EXITS] = 0;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __grid_constant__ Call c) {
+  extern __shared__ u8 raw[];
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
+  bool multiplies = warp < WARPS;
+  Work w;
+  w.up_panels = c.hidden_width / 32, w.up_all = w.up_panels * (c.width / 128);
+  w.fp4_down = c.hidden_width / 128, w.fp8_down = c.hidden_width / 64;
+  int down_chunks = c.chosen * w.fp4_down + w.fp8_down;
+  w.shared_up.cut(block, c.shared_share, w.up_panels * (c.width / 64), c.width / 64);
+  w.routed_up.cut(block, c.routed_share, c.chosen * w.up_all, c.width / 128);
+  w.down.cut(block, c.down_share, c.width / 64 * down_chunks, down_chunks);
+
+  u8* all_barriers = raw + WARPS * STAGES * STAGE;
+  Shared* own = (Shared*)(all_barriers + 8 * WARPS * STAGES);
+  u8* x = (u8*)(own + 1);
+  float* sums = (float*)(x + max(2 * c.width, (c.down_share + WARPS - 1) / WARPS * WARPS * 256));
+  u32* up_table = (u32*)(sums + c.slots * WARPS * 64);
+  u32* down_table = up_table + c.shared_share;
+  int pending = 0;
+  if (multiplies) {
+    w.ring.open(raw, all_barriers, warp, lane);
+    w.reader.phase = 0, w.reader.unit = w.shared_up.first + warp, w.reader.end = w.shared_up.end;
+    // What does not depend on the choice may be read before the launch before has ended.
+    if (lane == 0) {
+#pragma unroll 1
+      for (; pending < STAGES && w.reader.unit < w.reader.end; pending++, w.reader.unit += WARPS) {
+        expect(w.ring.barrier(pending), CODES);
+        bulk_copy(w.ring.at(pending), c.shared_up_codes + (i64)w.reader.unit * CODES, CODES, w.ring.barrier(pending));
+      }
+    }
+  } else {
+    if (lane == 0) barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
+    own->counts[lane] = 0;
+  }
+  let_next();
+#pragma unroll 1
+  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += THREADS)
+    up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
+#pragma unroll 1
+  for (int i = thread; i < w.down.end - w.down.first; i += THREADS) {
+    int unit = w.down.first + i, panel = (u32)unit / (u32)down_chunks, place = unit - panel * down_chunks - c.chosen * w.fp4_down;
+    if (place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
+  }
+  if (multiplies) {
+    float4 norm[D_STEPS];
+    norm_weights(norm, c.streams, thread);
+    uint2 gates[MOST_GATES][D_STEPS];
+#pragma unroll
+    for (int g = 0; g < MOST_GATES; g++) {
+      int e = block + g * c.blocks;
+#pragma unroll
+      for (int i = 0; i < D_STEPS; i++) {
+        int d = 4 * (thread + 256 * i);
+        gates[g][i] = e < c.experts && d < c.width ? __ldg((const uint2*)(c.gate + (i64)e * c.width + d)) : make_uint2(0, 0);
+      }
+    }
+    wait_for_launch();
+    float one[D_STEPS][4];
+    norm_row(one, x, norm, c.streams, thread, block == c.blocks - 1);
+#pragma unroll
+    for (int g = 0; g < MOST_GATES; g++) {
+      float sum = 0.f, weight[4];
+#pragma unroll
+      for (int i = 0; i < D_STEPS; i++) {
+        four_of(gates[g][i], weight);
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum += one[i][e] * weight[e];
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) own->partial[g][warp] = sum;
+    }
+  } else wait_for_launch();
+  __syncthreads();
+  if (!multiplies) {
+    clerk(c, w, own, sums, lane);
+    return;
+  }
+  multiply(c, w, own, sums, up_table, down_table, x, pending, warp, lane);
+}

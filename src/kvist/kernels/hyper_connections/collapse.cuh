@@ -1,0 +1,104 @@
+// What follows the pass over the streams of one row, in kernels that need its result: the collapse normed and quantised, and the
+// coefficients of the next sublayer. Needs `device/stream.cuh`.
+
+struct Streams {
+  const u16* h;          // [D] collapse before its norm
+  const float* squares;  // [parts] of the collapse
+  const float* parts;    // [parts, 32]: 24 logits, the streams' squares
+  const float* norm;     // [D]
+  const float* base;     // [24]
+  const float* scale;    // [3]
+  u16* normed;           // [D], written by one block
+  u16* quantised;        // [D], written by the same
+  float* pre;            // [4] [4] [16]
+  float* post;
+  float* comb;
+  int width, count, iterations;
+  float norm_eps, hc_eps;
+};
+
+static const int D_STEPS = 5;  // of 1,024 inputs: widths up to 5,120
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Norm weights of a thread's inputs: read before the launch before has ended.
+__device__ __forceinline__ void norm_weights(float4 (&w)[D_STEPS], const Streams& s, int thread) {
+#pragma unroll
+  for (int i = 0; i < D_STEPS; i++) {
+    int d = 4 * (thread + 256 * i);
+    if (d < s.width) w[i] = __ldg((const float4*)(s.norm + d));
+  }
+}
+
+// Writes the quantised input to `x`; `one` keeps a thread's normed values. 256 threads, whole warps.
+__device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const float4 (&w)[D_STEPS], const Streams& s, int thread,
+                                         bool write) {
+#pragma unroll
+  for (int i = 0; i < D_STEPS; i++) {
+    int d = 4 * (thread + 256 * i);
+    four_of(d < s.width ? *(const uint2*)(s.h + d) : make_uint2(0, 0), one[i]);
+  }
+  float total = 0.f;
+  for (int part = thread & 31; part < s.count; part += 32) total += s.squares[part];
+  float factor = 1.f / sqrtf(warp_sum(total) / s.width + s.norm_eps);
+#pragma unroll
+  for (int i = 0; i < D_STEPS; i++) {
+    int d = 4 * (thread + 256 * i);
+    float weight[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) one[i][e] = d < s.width ? rounded(one[i][e] * factor * weight[e]) : 0.f;
+    uint2 pairs = make_uint2(bfloat_pair(one[i][0], one[i][1]), bfloat_pair(one[i][2], one[i][3]));
+    if (d < s.width) *(uint2*)(x + 2 * d) = pairs;
+    if (d < s.width && write && s.normed) *(uint2*)(s.normed + d) = pairs;
+  }
+  quantise_row(x, s.width, thread, 256);
+  if (write && s.quantised) {
+#pragma unroll 1
+    for (int d = 4 * thread; d < s.width; d += 1024) *(uint2*)(s.quantised + d) = *(const uint2*)(x + 2 * d);
+  }
+}
+
+__device__ __forceinline__ void share(float& a, float& b, float& c, float& d, float eps) {
+  float r = reciprocal((a + b) + ((c + d) + eps));
+  a *= r, b *= r, c *= r, d *= r;
+}
+
+// By one warp.
+__device__ __forceinline__ void coefficients(const Streams& s, int lane) {
+  float total = 0.f;
+#pragma unroll 4
+  for (int part = 0; part < s.count; part++) total += s.parts[part * 32 + lane];
+  total *= 1.f / sqrtf(__shfl_sync(0xFFFFFFFF, total, 24) / (4.f * s.width) + s.norm_eps);
+  float logit = lane < 24 ? total * s.scale[lane < 4 ? 0 : lane < 8 ? 1 : 2] + s.base[lane] : 0.f;
+  float gate = 1.f / (1.f + power2(-1.4426950408889634f * max(logit, -80.f)));
+  if (lane < 4) s.pre[lane] = gate + s.hc_eps;
+  else if (lane < 8) s.post[lane - 4] = 2.f * gate;
+  float p[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i] = __shfl_sync(0xFFFFFFFF, logit, 8 + i);
+  if (lane) return;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    float highest = max(max(p[i], p[i + 1]), max(p[i + 2], p[i + 3]));
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[i + j] = power2(1.4426950408889634f * (p[i + j] - highest));
+    float r = reciprocal((p[i] + p[i + 1]) + (p[i + 2] + p[i + 3]));
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[i + j] = p[i + j] * r + s.hc_eps;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], s.hc_eps);
+#pragma unroll 1
+  for (int turn = 1; turn < s.iterations; turn++) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) share(p[i], p[i + 1], p[i + 2], p[i + 3], s.hc_eps);
+#pragma unroll
+    for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], s.hc_eps);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) s.comb[i] = p[i];
+}

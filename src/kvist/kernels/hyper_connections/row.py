@@ -1,0 +1,118 @@
+"""Hyper-connections of one row on Hopper: the pass over the streams, and what later launches need to norm and mix by themselves.
+
+`streams_row` is the whole operator's first launch (`row.cu`); norm, quantiser and coefficients are made inside the launches that
+read them (`collapse.cuh`). Must not know layers. Shapes as in `gpu.py`, N = 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.device.cuda_source import Kernel, kernels
+from kvist.kernels.device.row import Parts
+from kvist.kernels.hyper_connections.ref import Mix
+
+CHANNELS = 64
+THREADS = 256
+MOST_WIDTH = 5120
+STREAM_SOURCE = Path(__file__).parents[1] / "device" / "stream.cuh"
+COLLAPSE_SOURCE = Path(__file__).with_name("collapse.cuh")
+_SHARED_BYTES = 4 * CHANNELS * 4 + 8 * 24 * 4 + 10 * 4
+_POINTERS = ("y", "parts", "x", "pre", "post", "comb", "weight", "streams", "h", "sums", "squares")
+_COUNTS = ("width", "chunks", "share")
+_STREAMS = ("h", "squares", "parts", "norm", "base", "scale", "normed", "quantised", "pre", "post", "comb")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int32) for name in _COUNTS))
+
+
+class StreamsCall(ctypes.Structure):
+    """`Streams` of `collapse.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _STREAMS),
+        *((name, ctypes.c_int32) for name in ("width", "count", "iterations")),
+        ("norm_eps", ctypes.c_float),
+        ("hc_eps", ctypes.c_float),
+    )
+
+
+class Passed(NamedTuple):
+    """The next streams [1,S,D], their collapse [1,D] before its norm, and the sums that its norm and coefficients need."""
+
+    x_NSD: Tensor
+    h_ND: Tensor
+    sums: Tensor
+    squares: Tensor
+
+
+class Head(NamedTuple):
+    """What stands before a sublayer: a pass, base [24], scale [3], norm [D] (float32) and the numbers of both."""
+
+    passed: Passed
+    base_F: Tensor
+    scale_3: Tensor
+    norm_D: Tensor
+    iterations: int
+    hc_eps: float
+    norm_eps: float
+
+    def call(self, mix: Mix, normed: Tensor | None = None, quantised: Tensor | None = None) -> StreamsCall:
+        """The kernels' structure: coefficients go to `mix`, the normed row and the same quantised to the tensors given."""
+        p = self.passed
+        tensors = (p.h_ND, p.squares, p.sums, self.norm_D, self.base_F, self.scale_3, normed, quantised, *mix)
+        return StreamsCall(
+            *(None if t is None else t.data_ptr() for t in tensors), p.h_ND.shape[1], len(p.squares), self.iterations,
+            self.norm_eps, self.hc_eps,
+        )  # fmt: skip
+
+    def empty_mix(self) -> Mix:
+        """Room for the coefficients."""
+        s, device = self.passed.x_NSD.shape[1], self.passed.h_ND.device
+        pre, post, comb = torch.empty(s * (s + 2), dtype=torch.float32, device=device).split((s, s, s * s))
+        return Mix(pre.view(1, s), post.view(1, s), comb.view(1, s, s))
+
+
+def built(device: torch.device) -> dict[str, Kernel]:
+    """The kernel for a card."""
+    sources = (STREAM_SOURCE, Path(__file__).with_name("row.cu"))
+    return kernels(sources, (("streams_row", _SHARED_BYTES),), device.index or 0)
+
+
+def streams_row(
+    y: Tensor | Parts | None,
+    x_NSD: Tensor,
+    mix: Mix,
+    fn_FX: Tensor | None,
+    *,
+    build: Callable[[torch.device], dict[str, Kernel]] = built,
+) -> Passed:
+    """Leave with `y` (bfloat16 [1,D], or parts of it; None: the streams are the input) and `mix`, then enter with `mix.pre_NS`.
+
+    `fn_FX` None: only leave; the other results are then not set. Contiguous tensors; D a multiple of 64, up to 5,120.
+    """
+    _, s, d = x_NSD.shape
+    if len(x_NSD) != 1 or s != 4 or d % CHANNELS or d > MOST_WIDTH:
+        raise ValueError(
+            f"streams {list(x_NSD.shape)}; this pass takes [1, 4, D] with D a multiple of {CHANNELS} up to {MOST_WIDTH}"
+        )
+    device, blocks = x_NSD.device, d // CHANNELS
+    streams = x_NSD if y is None else torch.empty_like(x_NSD)
+    h = torch.empty(1, d, dtype=x_NSD.dtype, device=device)
+    both = torch.empty(33 * blocks, dtype=torch.float32, device=device)
+    sums, squares = both[: 32 * blocks], both[32 * blocks :]
+    parts = y if isinstance(y, Parts) else None
+    whole = y if isinstance(y, Tensor) else None
+    tensors = (whole, None if parts is None else parts.sums, x_NSD, *mix, fn_FX, streams, h, sums, squares)
+    call = _Call(
+        *(None if t is None else t.data_ptr() for t in tensors), d, *((1, 1) if parts is None else (parts.chunks, parts.share))
+    )
+    build(device)["streams_row"].launch(call, blocks, THREADS, overlap=True)
+    return Passed(streams, h, sums, squares)

@@ -1,0 +1,228 @@
+// One row times an FP8 weight of 32 x 32 scales, for Hopper (sm_90a): needs `device/stream.cuh` and `hyper_connections/collapse.cuh`.
+//
+// Every block takes an equal run of chunks, panel after panel; its warps take them in turn and their sums are added in their order.
+// Panels that blocks share are left as parts, which whoever reads them adds in their order: bits never depend on timing. What stands
+// before the product (norm, quantiser, sum of parts) is done by every block for itself. Knows no layers.
+
+static const int STAGES = 3;
+static const int THREADS = 256;
+static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
+static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
+static const int TOGETHER = 6;    // parts that are read at once
+
+struct Call {
+  const u8* codes;     // panels [P, chunks, 4096]
+  const u32* scales;   // [P, chunks]
+  const u16* row;      // inputs, bfloat16
+  const float* parts;  // or parts of inputs [parts, in_width]
+  const float* norm;   // weights of the norm of `parts`
+  u16* out;            // [64 P], or null:
+  float* out_parts;    // [parts, 64 P]
+  u16* rank;           // the quantised inputs that parts became, or null
+  const u8* ahead;     // what the next launches read, for L2
+  // What lies behind the rank in `parts` and becomes a window entry.
+  const float* entry_norm;
+  const float* cosines;  // [pairs]
+  const float* sines;
+  u8* entry_codes;       // the ring of all slots
+  u8* entry_scales;
+  const int* slot;
+  const i64* cell;
+  Streams streams;
+  i64 ahead_bytes, code_slot, code_cell, scale_slot, scale_cell;
+  int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs;
+  float eps;
+};
+
+enum { ROW, QUANTISED, PARTS, STREAMS };
+
+__device__ __forceinline__ float whole_of(const float* parts, int at, int width, int chunks, int share) {
+  int panel = at / 64, first = panel * chunks / share, last = (panel * chunks + chunks - 1) / share;
+  float sum = 0.f;
+  for (int part = 0; part <= last - first; part++) sum += parts[(i64)part * width + at];
+  return rounded(sum);
+}
+
+// Sums of squares of a block's threads, on all of them. `room`: 8 floats.
+__device__ __forceinline__ float block_sum(float x, float* room, int thread) {
+  x = warp_sum(x);
+  if ((thread & 31) == 0) room[thread >> 5] = x;
+  __syncthreads();
+  float total = 0.f;
+  for (int w = 0; w < 8; w++) total += room[w];
+  return total;
+}
+
+__device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* room, int thread, bool write) {
+  float v[PART_STEPS][4], squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < PART_STEPS; i++) {
+    int at = 4 * (thread + THREADS * i);
+    float sum[4] = {};
+    if (at < c.inputs) {
+      int panel = at / 64, first = panel * c.in_chunks / c.in_share, last = (panel * c.in_chunks + c.in_chunks - 1) / c.in_share;
+#pragma unroll 1
+      for (int part = 0; part <= last - first; part += TOGETHER) {
+        float4 own[TOGETHER];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++)
+          if (part + j <= last - first) own[j] = *(const float4*)(c.parts + (i64)(part + j) * c.in_width + at);
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++)
+          if (part + j <= last - first) sum[0] += own[j].x, sum[1] += own[j].y, sum[2] += own[j].z, sum[3] += own[j].w;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[i][e] = rounded(sum[e]), squares += v[i][e] * v[i][e];
+  }
+  float factor = 1.f / sqrtf(block_sum(squares, room, thread) / c.inputs + c.eps);
+#pragma unroll
+  for (int i = 0; i < PART_STEPS; i++) {
+    int at = 4 * (thread + THREADS * i);
+    if (at < c.inputs) {
+      float4 w = __ldg((const float4*)(c.norm + at));
+      v[i][0] = rounded(v[i][0] * factor * w.x), v[i][1] = rounded(v[i][1] * factor * w.y);
+      v[i][2] = rounded(v[i][2] * factor * w.z), v[i][3] = rounded(v[i][3] * factor * w.w);
+    }
+    if (at < c.inputs) *(uint2*)(x + 2 * at) = make_uint2(bfloat_pair(v[i][0], v[i][1]), bfloat_pair(v[i][2], v[i][3]));
+  }
+  quantise_row(x, c.inputs, thread, THREADS);
+  if (write)
+    for (int at = 4 * thread; at < c.inputs; at += 4 * THREADS) *(uint2*)(c.rank + at) = *(const uint2*)(x + 2 * at);
+}
+
+// Norm, rotation, FP8: one window entry, two channels a thread.
+__device__ __forceinline__ void write_entry(const Call& c, float* room, int thread) {
+  int d = 2 * thread, at = c.inputs + d;
+  bool there = d < c.entry_width;
+  float v[2] = {0.f, 0.f}, w[2] = {0.f, 0.f}, cosine = 1.f, sine = 0.f;
+  int pair = thread - (c.entry_width / 2 - c.pairs);
+  if (there) {
+    for (int e = 0; e < 2; e++) w[e] = __ldg(c.entry_norm + d + e), v[e] = whole_of(c.parts, at + e, c.in_width, c.in_chunks, c.in_share);
+    if (pair >= 0) cosine = c.cosines[pair], sine = c.sines[pair];
+  }
+  float factor = 1.f / sqrtf(block_sum(v[0] * v[0] + v[1] * v[1], room, thread) / c.entry_width + c.eps);
+  float even = rounded(v[0] * factor * w[0]), odd = rounded(v[1] * factor * w[1]);
+  if (pair >= 0) {
+    float turned = rounded(even * cosine - odd * sine);
+    odd = rounded(even * sine + odd * cosine);
+    even = turned;
+  }
+  u32 largest = max(size_of(even), size_of(odd));
+#pragma unroll
+  for (int by = 8; by; by >>= 1) largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
+  if (!there) return;
+  float scale = fp8_scale(largest), back = power_reciprocal(scale);
+  u32 low, high;
+  e4m3_value(fabsf(even) * back, low);
+  e4m3_value(fabsf(odd) * back, high);
+  low |= (__float_as_uint(even) >> 24) & 0x80, high |= (__float_as_uint(odd) >> 24) & 0x80;
+  i64 slot = c.slot[0], cell = c.cell[0];
+  *(u16*)(c.entry_codes + slot * c.code_slot + cell * c.code_cell + d) = (u16)(low | high << 8);
+  if ((thread & 15) == 0)
+    c.entry_scales[slot * c.scale_slot + cell * c.scale_cell + d / 32] = (u8)(__float_as_uint(scale) >> 23);
+}
+
+template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
+  extern __shared__ u8 raw[];
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
+  u8* x = raw + WARPS * STAGES * (CODES + 8);
+  float* room = (float*)(x + 2 * c.inputs);
+  float* sums_of_warps = room + 256;
+  int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
+  bool streams = block < c.blocks;
+  if (!streams) first = end = 0;
+
+  Ring<STAGES, CODES> ring;
+  ring.open(raw, raw + WARPS * STAGES * CODES, warp, lane);
+  int next = first + warp;
+  if (lane == 0) {
+#pragma unroll 1
+    for (int s = 0; s < STAGES && next < end; s++, next += WARPS) {
+      expect(ring.barrier(s), CODES);
+      bulk_copy(ring.at(s), c.codes + (i64)next * CODES, CODES, ring.barrier(s));
+    }
+  }
+  let_next();
+  int slots = first < end ? (end - 1) / c.chunks - first / c.chunks + 1 : 0;
+  u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
+#pragma unroll 1
+  for (int i = thread; i < end - first; i += THREADS) table[i] = __ldg(c.scales + first + i);
+
+  if (KIND == STREAMS) {
+    float4 w[D_STEPS];
+    norm_weights(w, c.streams, thread);
+    wait_for_launch();
+    float one[D_STEPS][4];
+    norm_row(one, x, w, c.streams, thread, !streams);
+    if (!streams) {
+      if (warp == 0) coefficients(c.streams, lane);
+      return;
+    }
+  } else if (KIND == PARTS) {
+    wait_for_launch();
+    if (block == c.blocks + 1) {
+      write_entry(c, room, thread);
+      return;
+    }
+    inputs_from_parts(c, x, room, thread, !streams);
+    if (!streams) return;
+  } else {
+    wait_for_launch();
+    const u16* row = c.row + (i64)(first / c.chunks / (c.panels / c.groups)) * c.inputs;
+    uint2 v[ROW_STEPS];
+#pragma unroll
+    for (int i = 0; i < ROW_STEPS; i++) {
+      int at = 4 * (thread + THREADS * i);
+      v[i] = at < c.inputs ? *(const uint2*)(row + at) : make_uint2(0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_STEPS; i++) {
+      int at = 4 * (thread + THREADS * i);
+      if (at < c.inputs) *(uint2*)(x + 2 * at) = v[i];
+    }
+    if (KIND == QUANTISED) quantise_row(x, c.inputs, thread, THREADS);
+  }
+  __syncthreads();
+
+  int unit = first + warp, panel = first / c.chunks;
+#pragma unroll 1
+  for (int slot = 0; slot < slots; slot++, panel++) {
+    int stop = min(end, (panel + 1) * c.chunks);
+    Sums sums = {};
+#pragma unroll 1
+    for (; unit < stop; unit += WARPS) {
+      ring.arrived();
+      add_fp8(sums, ring.at(ring.stage), table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
+      __syncwarp();
+      if (lane == 0 && next < end) {
+        expect(ring.barrier(ring.stage), CODES);
+        bulk_copy(ring.at(ring.stage), c.codes + (i64)next * CODES, CODES, ring.barrier(ring.stage));
+        next += WARPS;
+      }
+      ring.advance();
+    }
+    keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
+  }
+  if (lane == 0 && c.ahead_bytes) {
+    i64 share = c.ahead_bytes / (c.blocks * WARPS) / 16 * 16, at = (i64)(block * WARPS + warp) * share;
+#pragma unroll 1
+    for (i64 done = 0; done < share; done += 16384) read_ahead(c.ahead + at + done, (u32)min(share - done, (i64)16384));
+  }
+  __syncthreads();
+  for (int i = thread; i < slots * 64; i += THREADS) {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += sums_of_warps[((i / 64) * WARPS + w) * 64 + i % 64];
+    int p = first / c.chunks + i / 64, at = p * 64 + i % 64;
+    if (c.out) c.out[at] = (u16)bfloat_pair(total, 0.f);
+    else c.out_parts[(i64)(block - p * c.chunks / c.share) * c.panels * 64 + at] = total;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) from_row(const __grid_constant__ Call c) { row_product<ROW>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) from_row_quantised(const __grid_constant__ Call c) {
+  row_product<QUANTISED>(c);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) from_parts(const __grid_constant__ Call c) { row_product<PARTS>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) from_streams(const __grid_constant__ Call c) { row_product<STREAMS>(c); }

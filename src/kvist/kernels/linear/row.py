@@ -1,0 +1,164 @@
+"""One row times an FP8 weight on Hopper, with what stands before the product in the same launch: norm, quantiser, sums of parts.
+
+Which weights `row.cu` takes, how a launch is cut, and its launches. Must not know layers. Shapes: I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.device import PanelWeight
+from kvist.kernels.device.cuda_source import Kernel, kernels
+from kvist.kernels.device.row import CODES, WARPS, Ahead, Parts, blocks_of, most_parts, slots_of
+from kvist.kernels.hyper_connections.ref import Mix
+from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
+
+STAGES = 3
+THREADS = 256
+MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
+MOST_SHARED_BYTES = 220 << 10
+_POINTERS = (
+    "codes", "scales", "row", "parts", "norm", "out", "out_parts", "rank", "ahead", "entry_norm", "cosines", "sines",
+    "entry_codes", "entry_scales", "slot", "cell",
+)  # fmt: skip
+_STRIDES = ("ahead_bytes", "code_slot", "code_cell", "scale_slot", "scale_cell")
+_COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("streams", StreamsCall),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        *((name, ctypes.c_int32) for name in _COUNTS),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Entry(NamedTuple):
+    """A window entry behind the rank: norm weights float32 [C], tables float32 [1,P], rings uint8 [slots,cells,bytes], int32 slot
+    and int64 cell [1].
+    """
+
+    norm_C: Tensor
+    cos_NP: Tensor
+    sin_NP: Tensor
+    codes: Tensor
+    scales: Tensor
+    slot_N: Tensor
+    cell_N: Tensor
+
+
+Build = Callable[[torch.device], dict[str, Kernel]]
+
+
+def built(device: torch.device) -> dict[str, Kernel]:
+    """The kernels for a card."""
+    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, Path(__file__).with_name("row.cu"))
+    return kernels(sources, tuple((name, MOST_SHARED_BYTES) for name in MOST_INPUTS), device.index or 0)
+
+
+def share_of(weight: PanelWeight, blocks: int, *, whole: bool) -> int:
+    """Chunks a block takes: equal for all; whole panels where sums must be whole."""
+    panels, chunks = weight.codes.shape[1:3]
+    return -(-panels // blocks) * chunks if whole else -(-panels * chunks // blocks)
+
+
+def _check(kernel: str, weight: PanelWeight) -> None:
+    if weight.form != "fp8" or weight.paired or weight.experts != 1 or weight.outputs % 64 or weight.inputs % 64:
+        raise ValueError(
+            f"a {weight.form} weight {weight.outputs} x {weight.inputs} of {weight.experts}; one row takes one plain FP8 weight of "
+            "multiples of 64"
+        )
+    if weight.inputs > MOST_INPUTS[kernel]:
+        raise ValueError(f"{weight.inputs} inputs; one row takes up to {MOST_INPUTS[kernel]} here")
+
+
+def _launch(
+    kernel: str, weight: PanelWeight, whole: bool, extra: int, ahead: Ahead | None, build: Build, blocks: int | None,
+    pointers: dict[str, Tensor | None], numbers: dict[str, object],
+) -> Tensor | Parts:  # fmt: skip
+    _check(kernel, weight)
+    device = weight.codes.device
+    panels, chunks = weight.codes.shape[1:3]
+    blocks = blocks_of(device) if blocks is None else blocks
+    share = share_of(weight, blocks, whole=whole)
+    used = -(-panels * chunks // share)
+    if whole:
+        out = torch.empty(1, weight.outputs, dtype=torch.bfloat16, device=device)
+    else:
+        out = torch.empty(most_parts(chunks, share), weight.outputs, dtype=torch.float32, device=device)
+    given = {"codes": weight.codes, "scales": weight.scales, "out" if whole else "out_parts": out} | pointers
+    if ahead is not None:
+        given["ahead"] = ahead.tensor
+    counts = {
+        "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
+        "ahead_bytes": 0 if ahead is None else ahead.nbytes,
+    }  # fmt: skip
+    call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
+    slots = slots_of(panels, chunks, share)
+    room = WARPS * STAGES * (CODES + 8) + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
+    build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
+    return out if whole else Parts(out, chunks, share)
+
+
+def product_row(
+    x_NI: Tensor, weight: PanelWeight, *, groups: int = 1, quantised: bool = True, whole: bool = True, ahead: Ahead | None = None,
+    build: Build = built, blocks: int | None = None,
+) -> Tensor | Parts:  # fmt: skip
+    """Contiguous bfloat16 [1, G * I] -> bfloat16 [1,O], or its parts. Not `quantised`: the input is, in this launch.
+
+    `groups` of the weight's outputs read parts of the row, as in `linear`; blocks must not span groups.
+    """
+    panels, chunks = weight.codes.shape[1:3]
+    share = share_of(weight, blocks_of(x_NI.device) if blocks is None else blocks, whole=whole)
+    if groups > 1 and (share % chunks or panels % groups or (panels // groups) % (share // chunks)):
+        raise ValueError(
+            f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
+        )
+    kernel = "from_row" if quantised else "from_row_quantised"
+    return _launch(kernel, weight, whole, 0, ahead, build, blocks, {"row": x_NI}, {"groups": groups})
+
+
+def product_of_streams(
+    head: Head, weight: PanelWeight, *, ahead: Ahead | None = None, build: Build = built, blocks: int | None = None
+) -> tuple[Parts, Mix, Tensor, Tensor]:
+    """Norm and quantise a collapse, then the product: its parts, the sublayer's coefficients, the normed row, the same quantised."""
+    mix, h = head.empty_mix(), head.passed.h_ND
+    normed, quantised = torch.empty_like(h), torch.empty_like(h)
+    streams = head.call(mix, normed, quantised)
+    parts = _launch("from_streams", weight, False, 1, ahead, build, blocks, {}, {"streams": streams})
+    assert isinstance(parts, Parts)
+    return parts, mix, normed, quantised
+
+
+def product_of_parts(
+    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, *, ahead: Ahead | None = None, build: Build = built,
+    blocks: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The first I sums of `parts`, rounded, normed and quantised, times the weight; what lies behind them becomes a window entry.
+
+    Gives bfloat16 [1,O] and the quantised inputs [1,I].
+    """
+    width = parts.sums.shape[1] - weight.inputs
+    if entry.norm_C.shape != (width,) or width % 32 or width > 2 * THREADS:
+        raise ValueError(f"{width} sums behind {weight.inputs} inputs; an entry takes a multiple of 32 up to {2 * THREADS}")
+    rank = torch.empty(1, weight.inputs, dtype=torch.bfloat16, device=norm_I.device)
+    pointers: dict[str, Tensor | None] = {
+        "parts": parts.sums, "norm": norm_I, "rank": rank, "entry_norm": entry.norm_C, "cosines": entry.cos_NP,
+        "sines": entry.sin_NP, "entry_codes": entry.codes, "entry_scales": entry.scales, "slot": entry.slot_N, "cell": entry.cell_N,
+    }  # fmt: skip
+    numbers: dict[str, object] = {
+        "in_width": parts.sums.shape[1], "in_chunks": parts.chunks, "in_share": parts.share, "entry_width": width,
+        "pairs": entry.cos_NP.shape[1], "eps": eps, "code_slot": entry.codes.stride(0), "code_cell": entry.codes.stride(1),
+        "scale_slot": entry.scales.stride(0), "scale_cell": entry.scales.stride(1),
+    }  # fmt: skip
+    out = _launch("from_parts", weight, True, 2, ahead, build, blocks, pointers, numbers)
+    assert isinstance(out, Tensor)
+    return out, rank

@@ -1,0 +1,247 @@
+"""The CUDA kernels of one row, run on a processor: what each launch reads of the one before, sums in parts, the router's choice.
+
+Arithmetic, layouts, rings and barriers between blocks are the sources' own (`cuda_on_cpu.py`); only timing is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvist.kernels.device import PanelWeight, pack_fp4_panels, pack_fp8_panels, stack_panels, unpack_panels
+from kvist.kernels.device.row import Parts, counters
+from kvist.kernels.experts import ResidentBank, experts
+from kvist.kernels.experts import row as experts_row_module
+from kvist.kernels.experts.gpu_bank import GpuBank
+from kvist.kernels.experts.row import Router, experts_row
+from kvist.kernels.hyper_connections import Mix, enter, leave
+from kvist.kernels.hyper_connections import row as streams_module
+from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, Passed, streams_row
+from kvist.kernels.linear import linear
+from kvist.kernels.linear import row as linear_module
+from kvist.kernels.linear.row import Entry, product_of_parts, product_of_streams, product_row
+from kvist.kernels.quantise import quantise
+from kvist.kernels.routing import route
+from kvist.quant import pack_fp8, quantise_fp4_weight, quantise_fp8_weight
+from tests.kernels.cuda_on_cpu import OnCpu, build
+
+Builder = Callable[[torch.device], dict[str, Any]]
+EPS = 1e-6
+
+
+class Together:
+    """A kernel whose blocks wait for each other: all of them run side by side."""
+
+    def __init__(self, kernel: OnCpu) -> None:
+        self._kernel = kernel
+
+    def launch(self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool, shared_bytes: int) -> None:
+        self._kernel.launch(argument, blocks, threads, overlap=overlap, shared_bytes=shared_bytes, together=True)
+
+
+def _built(folder: Path, module: str, threads: dict[str, int]) -> dict[str, OnCpu]:
+    return build((STREAM_SOURCE, COLLAPSE_SOURCE, Path(module).with_name("row.cu")), threads, folder)
+
+
+@pytest.fixture(scope="module")
+def streams_kernel(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    made = _built(tmp_path_factory.mktemp("streams"), str(streams_module.__file__), {"streams_row": streams_module.THREADS})
+    return lambda device: made
+
+
+@pytest.fixture(scope="module")
+def linear_kernels(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    threads = dict.fromkeys(linear_module.MOST_INPUTS, linear_module.THREADS)
+    made = _built(tmp_path_factory.mktemp("linear"), str(linear_module.__file__), threads)
+    return lambda device: made
+
+
+@pytest.fixture(scope="module")
+def experts_kernel(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    threads = {"experts_row": experts_row_module.THREADS}
+    made = _built(tmp_path_factory.mktemp("experts"), str(experts_row_module.__file__), threads)
+    return lambda device: {name: Together(kernel) for name, kernel in made.items()}
+
+
+def fp8(outputs: int, inputs: int) -> PanelWeight:
+    return pack_fp8_panels(*quantise_fp8_weight(torch.randn(outputs, inputs) * inputs**-0.5))
+
+
+def near(got: Tensor, want: Tensor, bound: float = 4e-3) -> None:
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < bound
+
+
+def mix_of() -> Mix:
+    return Mix(torch.rand(1, 4), torch.rand(1, 4), torch.rand(1, 4, 4))
+
+
+def head_of(d: int, passed: Passed) -> Head:
+    return Head(passed, torch.randn(24), torch.rand(3), 1 + 0.1 * torch.randn(d), 20, EPS, EPS)
+
+
+def passed_of(d: int, streams_kernel: Builder) -> tuple[Passed, Mix, Tensor]:
+    x, mix, fn = torch.randn(1, 4, d).bfloat16(), mix_of(), torch.randn(24, 4 * d) * (4 * d) ** -0.5
+    return streams_row(None, x, mix, fn, build=streams_kernel), mix, fn
+
+
+@pytest.mark.parametrize("d", [64, 320])
+def test_streams_are_left_and_entered(d: int, streams_kernel: Builder, linear_kernels: Builder) -> None:
+    torch.manual_seed(d)
+    x, y, mix = torch.randn(1, 4, d).bfloat16(), torch.randn(1, d).bfloat16(), mix_of()
+    fn = torch.randn(24, 4 * d) * (4 * d) ** -0.5
+    passed = streams_row(y, x, mix, fn, build=streams_kernel)
+    want = leave(y, x, mix)
+    near(passed.x_NSD, want)
+    head = head_of(d, passed)
+    weight = fp8(128, d)
+    parts, after, normed, quantised = product_of_streams(head, weight, build=linear_kernels, blocks=3)
+    h, coefficients = enter(
+        passed.x_NSD, mix.pre_NS, fn, head.base_F, head.scale_3, head.norm_D, iterations=20, hc_eps=EPS, norm_eps=EPS, impl="wide"
+    )
+    near(normed, h)
+    for mine, theirs in zip(after, coefficients, strict=True):
+        near(mine, theirs, 1e-4)
+    assert torch.equal(quantised, quantise(normed, "fp8"))
+    near(parts.whole(), linear(quantised.float(), unpack_panels(weight)))
+
+
+def test_streams_are_left_by_parts(streams_kernel: Builder) -> None:
+    torch.manual_seed(1)
+    d, chunks, share = 192, 10, 4
+    x, mix, sums = torch.randn(1, 4, d).bfloat16(), mix_of(), torch.full((4, d), float("nan"))
+    for panel in range(d // 64):
+        last = (panel * chunks + chunks - 1) // share - panel * chunks // share
+        sums[: last + 1, panel * 64 : panel * 64 + 64] = torch.randn(last + 1, 64)
+    y = Parts(sums, chunks, share)
+    got = streams_row(y, x, mix, None, build=streams_kernel).x_NSD
+    near(got, leave(y.whole(), x, mix))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "groups", "blocks", "whole"),
+    [(64, 64, 1, 3, True), (320, 192, 1, 2, True), (256, 128, 4, 4, True), (192, 640, 1, 5, False), (64, 1088, 1, 4, False)],
+)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_row_times_weight(
+    outputs: int, inputs: int, groups: int, blocks: int, whole: bool, quantised: bool, linear_kernels: Builder
+) -> None:
+    torch.manual_seed(outputs)
+    weight, x = fp8(outputs, inputs), torch.randn(1, groups * inputs).bfloat16()
+    out = product_row(x, weight, groups=groups, quantised=quantised, whole=whole, build=linear_kernels, blocks=blocks)
+    want = linear(x.float(), unpack_panels(weight), form=None if quantised else "fp8", groups=groups)
+    near(out if isinstance(out, Tensor) else out.whole(), want)
+
+
+def test_blocks_do_not_span_groups(linear_kernels: Builder) -> None:
+    with pytest.raises(ValueError, match="a block would span groups"):
+        product_row(torch.zeros(1, 128).bfloat16(), fp8(128, 64), groups=2, build=linear_kernels, blocks=1)
+
+
+def test_rank_and_window_entry(linear_kernels: Builder) -> None:
+    torch.manual_seed(2)
+    rank, entry, slots, window = 192, 128, 3, 5
+    first, second = fp8(rank + entry, 640), fp8(320, rank)
+    x = torch.randn(1, 640).bfloat16()
+    parts = product_row(x, first, whole=False, build=linear_kernels, blocks=7)
+    assert isinstance(parts, Parts)
+    codes, scales = (torch.zeros(slots, window, size, dtype=torch.uint8) for size in (entry, entry // 32))
+    norms = [1 + 0.1 * torch.randn(size) for size in (rank, entry)]
+    angle = torch.rand(1, 16) * 6
+    slot, cell = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
+    given = Entry(norms[1], angle.cos(), angle.sin(), codes, scales, slot, cell)
+    q, ranked = product_of_parts(parts, norms[0], EPS, second, given, build=linear_kernels, blocks=2)
+    both = parts.whole().float()
+    normed = [
+        (v * torch.rsqrt(v.square().mean(1, keepdim=True) + EPS) * w).bfloat16()
+        for v, w in zip(both.split((rank, entry), 1), norms, strict=True)
+    ]
+    near(ranked, quantise(normed[0], "fp8"))
+    near(q, linear(ranked.float(), unpack_panels(second)))
+    turned = normed[1].float()
+    even, odd = turned[:, -32::2].clone(), turned[:, -31::2].clone()
+    turned[:, -32::2], turned[:, -31::2] = even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()
+    want_codes, want_scales = pack_fp8(turned.bfloat16())
+    assert torch.equal(scales[2, 3], want_scales.view(torch.uint8)[0])
+    assert int((codes[2, 3] != want_codes.view(torch.uint8)[0]).sum()) <= 1
+    codes[2, 3] = scales[2, 3] = 0
+    assert not codes.any()
+    assert not scales.any()
+
+
+class Values(ResidentBank):
+    """Experts as float matrices."""
+
+    def __init__(self, bank: GpuBank) -> None:
+        self.bank = bank
+
+    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        both = unpack_panels(self.bank.gate_up, index)
+        return both[0::2], unpack_panels(self.bank.down, index), both[1::2]
+
+
+def bank_of(form: str, d: int, f: int, count: int) -> GpuBank:
+    store, pack = (quantise_fp4_weight, pack_fp4_panels) if form == "fp4" else (quantise_fp8_weight, pack_fp8_panels)
+    ups, downs = [], []
+    for _ in range(count):
+        gate, up, down = (store(torch.randn(*shape) * 2 * shape[1] ** -0.5) for shape in ((f, d), (f, d), (d, f)))
+        ups.append(pack(*gate, up=up))
+        downs.append(pack(*down))
+    return GpuBank(stack_panels(ups), stack_panels(downs))
+
+
+@pytest.mark.parametrize(("d", "f", "count", "k", "blocks"), [(128, 128, 5, 2, 2), (384, 256, 8, 3, 3), (256, 128, 3, 1, 3)])
+def test_experts_of_one_row(
+    d: int, f: int, count: int, k: int, blocks: int, streams_kernel: Builder, experts_kernel: Builder
+) -> None:
+    torch.manual_seed(d)
+    passed, mix, fn = passed_of(d, streams_kernel)
+    head, routed, shared = head_of(d, passed), bank_of("fp4", d, f, count), bank_of("fp8", d, f, 1)
+    router = Router(torch.randn(count, d).bfloat16(), torch.randn(count) * 0.1, torch.randn(count) * 0.1, k, 1.3, True, 1.5)
+    text = torch.tensor([True])
+    got = experts_row(head, router, text, routed, shared, limit=2.0, build=experts_kernel, blocks=blocks)
+    h, coefficients = enter(
+        passed.x_NSD, mix.pre_NS, fn, head.base_F, head.scale_3, head.norm_D, iterations=20, hc_eps=EPS, norm_eps=EPS, impl="wide"
+    )
+    for mine, theirs in zip(got.mix, coefficients, strict=True):
+        near(mine, theirs, 1e-4)
+    ids, weights = route(
+        h.float(), router.gate_ED.float(), router.bias_text_E, router.bias_image_E, text, k=k, temperature=1.3, normalise=True,
+        scale=1.5,
+    )  # fmt: skip
+    assert torch.equal(got.ids_NK, ids)
+    near(got.weights_NK, weights, 1e-3)
+    x = quantise(h, "fp8")
+    triple = Values(shared).expert(0)
+    want = experts(x, ids, weights, Values(routed), limit=2.0, form="fp8", shared=triple, impl="wide")
+    near(got.parts.whole(), want, 5e-3)
+    again = experts_row(head, router, text, routed, shared, limit=2.0, build=experts_kernel, blocks=blocks)
+    assert torch.equal(again.parts.whole(), got.parts.whole())
+    assert not counters(routed.gate_up.codes, 3 + 2 * blocks).any()
+
+
+def test_equal_scores_choose_lower_experts(streams_kernel: Builder, experts_kernel: Builder) -> None:
+    torch.manual_seed(3)
+    passed, _, _ = passed_of(128, streams_kernel)
+    routed, shared = bank_of("fp4", 128, 128, 6), bank_of("fp8", 128, 128, 1)
+    bias = torch.tensor([0.0, 1.0, 1.0, 2.0, 1.0, 0.0])
+    router = Router(torch.zeros(6, 128).bfloat16(), torch.zeros(6), bias, 3, 1.0, False, 1.0)
+    got = experts_row(
+        head_of(128, passed), router, torch.tensor([False]), routed, shared, limit=5.0, build=experts_kernel, blocks=2
+    )
+    assert got.ids_NK.tolist() == [[1, 2, 3]]
+
+
+def test_banks_that_do_not_fit_are_refused(streams_kernel: Builder, experts_kernel: Builder) -> None:
+    passed, _, _ = passed_of(128, streams_kernel)
+    bank = bank_of("fp4", 128, 128, 2)
+    router = Router(torch.zeros(2, 128).bfloat16(), torch.zeros(2), torch.zeros(2), 1, 1.0, True, 1.0)
+    with pytest.raises(ValueError, match="do not fit one launch"):
+        experts_row(head_of(128, passed), router, torch.tensor([True]), bank, bank, limit=5.0, build=experts_kernel, blocks=2)
