@@ -17,6 +17,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
@@ -28,7 +29,7 @@ typedef unsigned long long wide_word;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Place { unsigned x, y, z; };
 
 static uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
@@ -37,49 +38,86 @@ static float2 make_float2(float a, float b) { return {a, b}; }
 static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 // Fibers. ---------------------------------------------------------------------------------------------------------------------
-static const int MOST_THREADS = 512, STACK_BYTES = 96 << 10;
+static const int MOST_THREADS = 512, MOST_BLOCKS = 8;  // blocks: of a cluster, which run side by side
+static const size_t STACK_BYTES = 96 << 10;
 static Place threadIdx, blockIdx, gridDim;
-static int threads_of_block;
-static ucontext_t scheduler, fibers[MOST_THREADS];
-static bool finished[MOST_THREADS];
+static int threads_of_block, blocks_of_cluster, fiber;
+static ucontext_t scheduler, fibers[MOST_BLOCKS * MOST_THREADS];
+static bool finished[MOST_BLOCKS * MOST_THREADS];
 static long progress;  // barriers passed: without any for long, the block hangs
 static std::function<void()> body;
 
-static void enter() {
-  body();
-  finished[threadIdx.x] = true;
-  progress++;
-  swapcontext(&fibers[threadIdx.x], &scheduler);
-}
 static void take_turns() {
-  unsigned me = threadIdx.x;
+  int me = fiber;
   swapcontext(&fibers[me], &scheduler);
 }
+struct Gate {  // a barrier of threads
+  int here = 0;
+  unsigned passed = 0;
+  unsigned enter(int count) {
+    unsigned turn = passed;
+    if (++here == count) {
+      here = 0;
+      passed++;
+      progress++;
+    }
+    return turn;
+  }
+  void leave(unsigned turn) {
+    while (passed == turn) take_turns();
+  }
+  void pass(int count) { leave(enter(count)); }
+};
+struct Arrivals {
+  int expected = 0, left = 0;
+  unsigned phase = 0;
+};
+struct Block {
+  Gate gates[16], warps[MOST_THREADS / 32];
+  unsigned lane_words[MOST_THREADS], lane_fragments[MOST_THREADS][6];
+  Arrivals arrivals[1 << 15];
+  unsigned char* memory = (unsigned char*)aligned_alloc(1 << 18, 1 << 18);
+};
+static Block cluster[MOST_BLOCKS], *block;
+static unsigned char* shared_memory;  // of the block whose thread runs
+static Gate cluster_gate;
+static unsigned cluster_turns[MOST_BLOCKS * MOST_THREADS];
+
+static void enter() {
+  body();
+  finished[fiber] = true;
+  progress++;
+  swapcontext(&fibers[fiber], &scheduler);
+}
 // 0, or 1 if the block hangs.
-static int run_blocks(int blocks, int threads, std::function<void()> kernel) {
-  static std::vector<char> stacks((size_t)MOST_THREADS * STACK_BYTES);
+static int run_blocks(int blocks, int threads, int together, std::function<void()> kernel) {
+  static char* stacks = (char*)malloc(MOST_BLOCKS * MOST_THREADS * STACK_BYTES);
   body = kernel;
   gridDim = {(unsigned)blocks, 1, 1};
   threads_of_block = threads;
-  for (unsigned b = 0; b < (unsigned)blocks; b++) {
-    blockIdx = {b, 0, 0};
-    for (int t = 0; t < threads; t++) {
-      finished[t] = false;
-      getcontext(&fibers[t]);
-      fibers[t].uc_stack.ss_sp = stacks.data() + (size_t)t * STACK_BYTES;
-      fibers[t].uc_stack.ss_size = STACK_BYTES;
-      fibers[t].uc_link = nullptr;
-      makecontext(&fibers[t], enter, 0);
+  blocks_of_cluster = together;
+  for (int first = 0; first < blocks; first += together) {
+    int all = together * threads;
+    for (int f = 0; f < all; f++) {
+      finished[f] = false;
+      getcontext(&fibers[f]);
+      fibers[f].uc_stack.ss_sp = stacks + f * STACK_BYTES;
+      fibers[f].uc_stack.ss_size = STACK_BYTES;
+      fibers[f].uc_link = nullptr;
+      makecontext(&fibers[f], enter, 0);
     }
-    int left = threads;
+    int left = all;
     for (long idle = 0; left; idle++) {
       long before = progress;
       left = 0;
-      for (unsigned t = 0; t < (unsigned)threads; t++) {
-        if (finished[t]) continue;
-        threadIdx = {t, 0, 0};
-        swapcontext(&scheduler, &fibers[t]);
-        left += !finished[t];
+      for (fiber = 0; fiber < all; fiber++) {
+        if (finished[fiber]) continue;
+        threadIdx = {(unsigned)(fiber % threads), 0, 0};
+        blockIdx = {(unsigned)(first + fiber / threads), 0, 0};
+        block = &cluster[fiber / threads];
+        shared_memory = block->memory;
+        swapcontext(&scheduler, &fibers[fiber]);
+        left += !finished[fiber];
       }
       if (progress != before) idle = 0;
       if (idle > 100) return 1;
@@ -88,32 +126,15 @@ static int run_blocks(int blocks, int threads, std::function<void()> kernel) {
   return 0;
 }
 
-struct Gate {  // a barrier of threads
-  int here = 0;
-  unsigned passed = 0;
-  void pass(int count) {
-    unsigned turn = passed;
-    if (++here == count) {
-      here = 0;
-      passed++;
-      progress++;
-      return;
-    }
-    while (passed == turn) take_turns();
-  }
-};
-static Gate gates[16], warps[MOST_THREADS / 32];
-static unsigned lane_words[MOST_THREADS];
-
 static int lane_here() { return threadIdx.x & 31; }
-static void __syncwarp() { warps[threadIdx.x >> 5].pass(32); }
-static void __syncthreads() { gates[0].pass(threads_of_block); }
+static void __syncwarp() { block->warps[threadIdx.x >> 5].pass(32); }
+static void __syncthreads() { block->gates[0].pass(threads_of_block); }
 template <class T> T from_lane(T value, int lane) {
   unsigned word;
   memcpy(&word, &value, 4);
-  lane_words[threadIdx.x] = word;
+  block->lane_words[threadIdx.x] = word;
   __syncwarp();
-  word = lane_words[(threadIdx.x & ~31) + (lane & 31)];
+  word = block->lane_words[(threadIdx.x & ~31) + (lane & 31)];
   __syncwarp();
   memcpy(&value, &word, 4);
   return value;
@@ -123,9 +144,9 @@ template <class T> T __shfl_xor_sync(unsigned, T v, int by) { return from_lane(v
 template <class T> T __shfl_down_sync(unsigned, T v, int by) { return from_lane(v, min(lane_here() + by, 31)); }
 static unsigned __ballot_sync(unsigned, int yes) {
   unsigned all = 0;
-  lane_words[threadIdx.x] = yes != 0;
+  block->lane_words[threadIdx.x] = yes != 0;
   __syncwarp();
-  for (int i = 0; i < 32; i++) all |= lane_words[(threadIdx.x & ~31) + i] << i;
+  for (int i = 0; i < 32; i++) all |= block->lane_words[(threadIdx.x & ~31) + i] << i;
   __syncwarp();
   return all;
 }
@@ -133,6 +154,9 @@ static int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) 
 
 // Words and numbers. ----------------------------------------------------------------------------------------------------------
 template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
+static void __threadfence() {}
+static void __threadfence_block() {}
 template <class To, class From> To same_bits(From x) {
   To y;
   memcpy(&y, &x, 4);
@@ -170,21 +194,18 @@ static float of_e4m3(unsigned code) {
 }
 
 // Shared memory. --------------------------------------------------------------------------------------------------------------
-static unsigned char* shared_memory = (unsigned char*)aligned_alloc(1 << 18, 1 << 18);
-
-struct Arrivals {
-  int expected = 0, left = 0;
-  unsigned phase = 0;
-};
-static Arrivals arrivals[1 << 15];
-static void arrivals_init(unsigned at, int count) { arrivals[at / 8] = {count, count, 0}; }
+static void arrivals_init(unsigned at, int count) { block->arrivals[at / 8] = {count, count, 0}; }
 static void arrivals_arrive(unsigned at) {
-  Arrivals& a = arrivals[at / 8];
+  Arrivals& a = block->arrivals[at / 8];
   if (--a.left == 0) a.left = a.expected, a.phase++, progress++;
 }
 static void arrivals_wait(unsigned at, int parity) {
-  while ((int)(arrivals[at / 8].phase & 1) == parity) take_turns();
+  while ((int)(block->arrivals[at / 8].phase & 1) == parity) take_turns();
 }
+// An address in another block of the cluster: the block's number + 1 above 20 bits.
+static unsigned char* in_cluster(unsigned at) { return cluster[(at >> 20) - 1].memory + (at & 0xFFFFF); }
+static void cluster_enter() { cluster_turns[fiber] = cluster_gate.enter(blocks_of_cluster * threads_of_block); }
+static void cluster_leave() { cluster_gate.leave(cluster_turns[fiber]); }
 
 // Matrix products. ------------------------------------------------------------------------------------------------------------
 // A descriptor: start, leading and stride offsets in 16 bytes; rows of 128 bytes whose 16-byte units are exchanged by row.
@@ -221,4 +242,48 @@ static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low,
         d[4 * j + 2 * h + e] = sum;
       }
   }
+}
+// The same of FP8 numbers (E5M2, the upper bytes of half precision): 32 of k, 4 in a word.
+static float of_e5m2(unsigned code) {
+  int exponent = (code >> 2) & 31, mantissa = code & 3;
+  float value = exponent ? ldexpf(1 + mantissa / 4.f, exponent - 15) : ldexpf(mantissa / 4.f, -14);
+  if (exponent == 31) value = mantissa ? NAN : INFINITY;
+  return code & 128 ? -value : value;
+}
+static void multiply_fp8(float* d, int N, const unsigned* fragments, unsigned b_low, int keep) {
+  wide_word b = b_low | HIGH_WORD;
+  int own = lane_here() & 3;
+  for (int h = 0; h < 2; h++) {
+    float left[32];
+    for (int q = 0; q < 4; q++)
+      for (int half = 0; half < 2; half++) {
+        unsigned four = from_lane(fragments[2 * half + h], (lane_here() & ~3) | q);
+        for (int i = 0; i < 4; i++) left[16 * half + 4 * q + i] = of_e5m2(four >> (8 * i) & 255);
+      }
+    for (int j = 0; j < N / 8; j++)
+      for (int e = 0; e < 2; e++) {
+        int n = 8 * j + 2 * own + e;
+        float sum = keep ? d[4 * j + 2 * h + e] : 0.f;
+        for (int k = 0; k < 32; k++) {
+          unsigned at = offset_at(b, 0) + n / 8 * offset_at(b, 32) + n % 8 * 128 + k;
+          sum += left[k] * of_e5m2(shared_memory[at ^ (((at >> 7) & 7) << 4)]);
+        }
+        d[4 * j + 2 * h + e] = sum;
+      }
+  }
+}
+
+// A product of 16 x 16 and 16 x 8 by a warp.
+static void multiply_16(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  unsigned own[6] = {a0, a1, a2, a3, b0, b1}, *first = block->lane_fragments[threadIdx.x & ~31];
+  memcpy(block->lane_fragments[threadIdx.x], own, sizeof own);
+  __syncwarp();
+  for (int i = 0; i < 4; i++) {
+    int row = lane_here() / 4 + i / 2 * 8, column = (lane_here() & 3) * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      unsigned a = first[(row % 8 * 4 + k % 8 / 2) * 6 + k / 8 * 2 + row / 8], b = first[(column * 4 + k % 8 / 2) * 6 + 4 + k / 8];
+      d[i] += of_bfloat(k % 2 ? a >> 16 : a & 0xFFFF) * of_bfloat(k % 2 ? b >> 16 : b & 0xFFFF);
+    }
+  }
+  __syncwarp();
 }

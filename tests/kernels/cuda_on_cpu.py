@@ -18,17 +18,40 @@ MEANING = {
     "barrier_init": "arrivals_init(at, count);",
     "arrive": "arrivals_arrive(at);",
     "wait": "arrivals_wait(at, parity);",
-    "group_barrier": "gates[name].pass(threads);",
+    "group_barrier": "block->gates[name].pass(threads);",
+    "cluster_arrive": "cluster_enter();",
+    "cluster_announce": "cluster_enter();",
+    "cluster_wait": "cluster_leave();",
+    "address_in": "return at + ((block + 1) << 20);",
+    "read_from": "return *(float4*)in_cluster(at);",
+    "write_to": "*(float2*)in_cluster(at) = make_float2(x, y);",
     "products_wait": "__syncwarp();",
     "power2": "return exp2f(x);",
     "bfloat_pair": "return two_bfloats(low, high);",
     "times": "return two_bfloats(of_bfloat(a & 0xFFFF) * of_bfloat(b & 0xFFFF), of_bfloat(a >> 16) * of_bfloat(b >> 16));",
     "fp4_factor": "float f = of_e4m3(e4m3) * ldexpf(1, 117); return two_bfloats(f, f);",
+    "fp4_factors": "float a = of_e4m3(scales & 255) * ldexpf(1, 117), b = of_e4m3(scales >> 8) * ldexpf(1, 117); "
+    "return {two_bfloats(a, a), two_bfloats(b, b)};",
     "copy_word": "*to = *(const u32*)from;",
     "copy_unit": "real ? memcpy(to, from, 16) : memset(to, 0, 16);",
+    "fetch_unit": "memcpy(to, from, 16);",
+    "fetch_word": "memcpy(to, from, 4);",
+    "count_if": "if (order) bins[order >> BIN_SHIFT]++;",
+    "word_of_others": "take_turns(); return *p;",
+    "expect": "arrivals_arrive(at);",
+    "bulk_copy": "memcpy(to, from, bytes);",
+    "seen": "take_turns(); return *p;",
+    "publish": "*(u32*)p += by, progress++;",
+    "reciprocal": "return 1.f / x;",
+    "warp_max": "for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(~0u, x, by)); return x;",
+    "warp_min": "for (int by = 16; by; by >>= 1) x = min(x, __shfl_xor_sync(~0u, x, by)); return x;",
+    "product_16": "multiply_16(d, a0, a1, a2, a3, b0, b1);",
     "product_scores": "multiply(d, 64, nullptr, a, b, keep, false);",
-    "product_values": "multiply(d, 128, nullptr, a, b, keep, true);",
+    "values_128": "multiply(d, 128, nullptr, a, b, 1, true);",
+    "values_64": "multiply(d, 64, nullptr, a, b, 1, true);",
+    "values_32": "multiply(d, 32, nullptr, a, b, 1, true);",
     "product_32": "multiply(d, 32, a, 0, b, keep, false);",
+    "product_fp8": "multiply_fp8(d, 128, a, b, keep);",
     "product_128": "multiply(d, 128, a, 0, b, keep, false);",
 }
 """Bodies of the functions that hold assembly."""
@@ -65,7 +88,8 @@ def build(paths: tuple[Path, ...], threads: dict[str, int], folder: Path) -> dic
     """The named kernels (name -> threads a block) of sources put together. Raises CalledProcessError if they do not compile."""
     text = "".join(path.read_text() for path in paths)
     entries = [
-        f'extern "C" int run_{name}(Call* c, int blocks) {{ return run_blocks(blocks, {count}, [=] {{ {name}(*c); }}); }}\n'
+        f'extern "C" int run_{name}(Call* c, int blocks, int together) '
+        f"{{ return run_blocks(blocks, {count}, together, [=] {{ {name}(*c); }}); }}\n"
         for name, count in threads.items()
     ]
     whole, library = folder / f"{paths[-1].stem}.cpp", folder / f"{paths[-1].stem}_on_cpu.so"
@@ -83,8 +107,9 @@ class OnCpu:
         self._run = run
 
     def launch(
-        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, shared_bytes: int | None = None
-    ) -> None:
-        """Run all blocks one after the other. Raises RuntimeError where threads wait for each other for ever."""
-        if self._run(ctypes.byref(argument), blocks):
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, together: bool = False,
+        cluster: int = 1, shared_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """Run all clusters one after the other. Raises RuntimeError where threads wait for each other for ever."""
+        if self._run(ctypes.byref(argument), blocks, blocks if together else cluster):
             raise RuntimeError("a block hangs: its threads wait for each other")

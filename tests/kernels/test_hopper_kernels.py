@@ -23,7 +23,8 @@ from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
-THREADS = {"attend": 512, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384}
+THREADS = {"attend": 512, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384, "few": 256}
+THREADS["scan_many_fp8"] = 512
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     from cuda_on_cpu import build
 
     folder, made = tmp_path_factory.mktemp("kernels"), {}
-    sources = [attend_kernels._SOURCES, select_kernels._SOURCES, select_kernels._MANY_SOURCES]
-    for paths, names in zip(sources, (("attend", "combine"), ("scan", "sift", "choose"), ("scan_many",)), strict=True):
+    sources = {
+        attend_kernels._SOURCES: ("attend", "combine"),
+        select_kernels._SOURCES: ("scan", "sift", "choose"),
+        select_kernels._FEW_SOURCES: ("few",),
+        select_kernels._MANY_SOURCES: ("scan_many",),
+        select_kernels._FP8_SOURCES: ("scan_many_fp8",),
+    }
+    for paths, names in sources.items():
         made.update(build(paths, {name: THREADS[name] for name in names}, folder))
     sys.path.remove(str(Path(__file__).parent))
     return made
@@ -166,6 +173,7 @@ class Choice:
         return chosen.topk_NK[0], None if chosen.candidates_NB is None else chosen.candidates_NB[0]
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("requests", "m", "k", "publish", "candidates", "equal"),
     [
@@ -176,7 +184,9 @@ class Choice:
         (1, 4700, 64, 30, 0, True),
     ],
 )
-def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int, candidates: int, equal: bool) -> None:
+def test_selection_of_single_queries(
+    requests: int, m: int, k: int, publish: int, candidates: int, equal: bool, split: bool
+) -> None:
     x = Choice(requests, 1, m, equal=equal)
     pool = None
     if candidates:
@@ -187,7 +197,7 @@ def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int
             pool[n, : len(some)] = some
     given = None if pool is None else pool.to(DEVICE)
     for _ in range(2):  # The second call finds the counters as the first left them.
-        got = select_kernels.select_hopper(*x.there, rows=m, k=k, pool_NB=given, publish_blocks=publish, share=640)
+        got = select_kernels.select_few(*x.there, rows=m, k=k, pool_NB=given, publish_blocks=publish, split=split)
     for n in range(requests):
         rows, blocks = x.want(n, k, pool, publish)
         assert torch.equal(got.topk_NK[n].cpu().long(), rows)

@@ -22,6 +22,8 @@ from kvist.kernels.native.build import cache_folder
 
 _SHARED_BYTES_ATTRIBUTE = 8
 _OVERLAP_ATTRIBUTE = 6
+_TOGETHER_ATTRIBUTE = 2
+_CLUSTER_ATTRIBUTE = 4
 
 
 class _Attribute(ctypes.Structure):
@@ -123,17 +125,24 @@ class Kernel:
             _checked(_driver().cuFuncSetAttribute(function, _SHARED_BYTES_ATTRIBUTE, shared_bytes), "shared memory of a kernel")
 
     def launch(
-        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, shared_bytes: int | None = None
-    ) -> None:
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, together: bool = False,
+        cluster: int = 1, shared_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         """Run on the current stream; `overlap`: start before the kernel before it has ended (it must wait by itself).
 
-        `shared_bytes`: less dynamic shared memory than the kernel was made for.
+        `together`: all blocks run side by side, so that they may wait for each other. `cluster`: so many consecutive blocks do
+        and see each other's shared memory. `shared_bytes`: less dynamic shared memory than the kernel was made for.
         """
-        attribute = _Attribute(id=_OVERLAP_ATTRIBUTE)
-        attribute.value[0] = 1
+        chosen: list[tuple[int, tuple[int, ...]]] = []
+        chosen += [(_OVERLAP_ATTRIBUTE, (1,))] * overlap
+        chosen += [(_TOGETHER_ATTRIBUTE, (1,))] * together
+        chosen += [(_CLUSTER_ATTRIBUTE, (cluster, 1, 1))] * (cluster > 1)
+        attributes = (_Attribute * 3)()
+        for attribute, (number, values) in zip(attributes, chosen, strict=False):
+            attribute.id, attribute.value[: len(values)] = number, values
         config = _Config(
             grid=(blocks, 1, 1), block=(threads, 1, 1), shared_bytes=self._shared_bytes if shared_bytes is None else shared_bytes,
-            stream=torch.cuda.current_stream().cuda_stream, attributes=ctypes.pointer(attribute), attribute_count=int(overlap),
+            stream=torch.cuda.current_stream().cuda_stream, attributes=attributes, attribute_count=len(chosen),
         )  # fmt: skip
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         _checked(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch of a kernel")

@@ -33,7 +33,16 @@ SIFTED = 4096
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "select.cu")
 _MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many.cu")
+_FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu")
+_FEW_KERNELS = (("few", 160 << 10),)
+FEW_THREADS, FEW_BLOCKS = 256, 2
+"""Threads of a block of `few`, and blocks that a multiprocessor holds."""
+FEW_BYTES = 1024 + 1024 + 16384 + 8192 + 16384 + 8 * 3 * 2176
+"""Shared memory of `few` while it scores: alignment, words, bins, queries, places or bins, keys under way."""
+FEW_HELD_AT = 1024 + 1024 + 4096
 _KERNELS = (("scan", 0), ("sift", 0), ("choose", 160 << 10))
+_FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many8.cu")
+_FP8_KERNELS = (("scan_many_fp8", 72 << 10),)
 _MANY_KERNELS = (("scan_many", 136 << 10),)
 
 
@@ -46,7 +55,12 @@ class _List(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "weights", "pages", "table", "slots", "visible", "pool", "groups", "spill")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q", "weights", "pages", "table", "slots", "visible", "pool", "groups", "arrivals", "left", "spill",
+            )
+        ),
         ("rows", _List),
         ("blocks", _List),
         ("page_bytes", ctypes.c_int64),
@@ -54,7 +68,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 "queries", "heads", "table_width", "key_codes", "key_scales", "page_shift", "pool_blocks", "publish", "limit",
-                "share", "shares", "group_count",
+                "share", "shares", "group_count", "phase",
             )
         ),
     )  # fmt: skip
@@ -86,7 +100,7 @@ def _counters(device: torch.device, n: int, lists: int) -> Tensor:
     key = (device, n, lists)
     if key not in _zeroed:
         refuse_capture(device)
-        _zeroed[key] = torch.zeros(lists * _counters_of(n), dtype=torch.int32, device=device)
+        _zeroed[key] = torch.zeros(lists * _counters_of(n) + 2 * n, dtype=torch.int32, device=device)
     return _zeroed[key]
 
 
@@ -156,14 +170,65 @@ def select_hopper(
         kept += more
     tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
     call = _Call(
-        *(t.data_ptr() for t in tensors), None, None, main, other, pages.page_bytes, n, heads, *_of_pages(pages),
-        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0,
+        *(t.data_ptr() for t in tensors), None, None, None, None, main, other, pages.page_bytes, n, heads, *_of_pages(pages),
+        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0, 0,
     )  # fmt: skip
     found = kernels(_SOURCES, _KERNELS, device.index or 0)
     found["scan"].launch(call, n * call.shares, 128)
     found["sift"].launch(call, n * (main.shares + other.shares), 256, overlap=True)
     shared = max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4)
     found["choose"].launch(call, n * (2 if publish_blocks else 1), 512, overlap=True, shared_bytes=shared)
+    return Selection(topk, blocks)
+
+
+def select_few(
+    q_NJI: Tensor,
+    weight_NJ: Tensor,
+    pages: DevicePages,
+    slot_N: Tensor,
+    visible_N: Tensor,
+    *,
+    rows: int,
+    k: int,
+    pool_NB: Tensor | None = None,
+    publish_blocks: int = 0,
+    split: bool = False,
+    together: bool = True,
+    slots: int = 0,
+) -> Selection:
+    """See `gpu.select_packed`; only where `fits`. Every query reads its keys alone."""
+    n, heads, _ = q_NJI.shape
+    device = q_NJI.device
+    programs = multiprocessors(device)
+    pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
+    scanned = rows if pool is None else pool.shape[1] * BLOCK
+    counters = _counters(device, n, 2 if publish_blocks else 1)
+    main, topk, kept = _list(counters, 0, n, scanned, k, programs)
+    main.number_shift = _number_shift(rows)
+    other, blocks = _List(), None
+    if publish_blocks:
+        other, blocks, more = _list(counters, 1, n, -(-rows // BLOCK), publish_blocks, programs)
+        kept += more
+    shared = max(FEW_BYTES, FEW_HELD_AT + max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4))
+    # All programs of a query run side by side.
+    side_by_side = slots or programs * (FEW_BLOCKS if shared <= 114 << 10 else 1)
+    chunk = -(-scanned // max(1, side_by_side // n))
+    chunk = -(-chunk // FEW_THREADS) * FEW_THREADS
+    tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
+    call = _Call(
+        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - 2 * n), None, None, main, other,
+        pages.page_bytes, n, heads, *_of_pages(pages), 0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk,
+        -(-scanned // chunk), 0, 0,
+    )  # fmt: skip
+    few = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)["few"]
+    grid = n * call.shares
+    if split:
+        call.phase = 1
+        few.launch(call, grid, FEW_THREADS, shared_bytes=shared)
+        call.phase = 2
+        few.launch(call, grid, FEW_THREADS, overlap=True, shared_bytes=shared)
+    else:
+        few.launch(call, grid, FEW_THREADS, together=together and call.shares > 1, shared_bytes=shared)
     return Selection(topk, blocks)
 
 
@@ -184,6 +249,7 @@ def select_many(
     rows: int,
     k: int,
     publish: bool = False,
+    fp8: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries in groups of up to 16 that share keys: row ids [N,k], and with `publish` ordered block maxima int32 [N,blocks].
 
@@ -199,14 +265,17 @@ def select_many(
     found, topk = (torch.empty(n, size, dtype=torch.int32, device=device) for size in (2 * room, k))
     counts = torch.zeros(n, dtype=torch.int32, device=device)
     grid = min(groups * shares, programs)
+    left = torch.empty(groups * shares, dtype=torch.int32, device=device)
     spill = torch.empty(grid * GROUP * 4096 * 2, dtype=torch.int32, device=device)
     main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), 0, k, room, 0, 0, _number_shift(rows))
     other = _List(orders=blocks.data_ptr(), stride=blocks.shape[1])
     tensors, table = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, None), groups_G2.contiguous()
     call = _Call(
-        *(t.data_ptr() for t in tensors), table.data_ptr(), spill.data_ptr(), main, other, pages.page_bytes, n, heads,
-        *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups,
+        *(t.data_ptr() for t in tensors), table.data_ptr(), None, left.data_ptr() if fp8 else None, spill.data_ptr(), main, other,
+        pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups, 0,
     )  # fmt: skip
+    if fp8:
+        kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)
     kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)["scan_many"].launch(call, grid, 384)
     choose = kernels(_SOURCES, _KERNELS, device.index or 0)["choose"]
     choose.launch(call, n, 512, shared_bytes=room * 8 + k * 4)

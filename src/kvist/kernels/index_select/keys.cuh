@@ -21,10 +21,12 @@ struct Call {
   const int *table, *slots;
   const i64 *visible;
   const int *pool, *groups;
+  u32* arrivals;
+  int* left;
   uint2* spill;
   List rows, blocks;
   i64 page_bytes;
-  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count;
+  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count, phase;
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

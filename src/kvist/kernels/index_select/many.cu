@@ -31,14 +31,14 @@ __device__ __forceinline__ void product_128(float (&d)[64], const u32* a, u32 b,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
 }
 
-struct Block {  // what the threads of a block share beside the queries
+struct Held {  // what the threads of a block share beside the queries
   u32 count[MEMBERS], least[MEMBERS];
   int sees[MEMBERS];
   u32 bins[256], room[33], cut[2], kept;
 };
 
 // Keep the K best of a query's spill; among equals of the K-th the lower ids. All threads of the block.
-__device__ void cut_back(const Call& c, Block& b, uint2* spill, int member) {
+__device__ void cut_back(const Call& c, Held& b, uint2* spill, int member) {
   static const int MINE = (SPILL + THREADS - 1) / THREADS;
   uint2 e[MINE];
   u32 count = b.count[member], t = threadIdx.x;
@@ -80,7 +80,7 @@ __device__ void cut_back(const Call& c, Block& b, uint2* spill, int member) {
 }
 
 // Take what beats its query's least into the spill. Lanes that differ in bit 1 hold scores of different queries.
-__device__ __forceinline__ void take(Block& b, uint2* spills, int member, u32 order, int row, int lane) {
+__device__ __forceinline__ void take(Held& b, uint2* spills, int member, u32 order, int row, int lane) {
   bool taken = order > b.least[member];
   u32 who = __ballot_sync(~0u, taken);
   if (!who) return;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void take(Block& b, uint2* spills, int member, u32 or
 }
 
 // Best of each block of 8 rows of a warp's 16, of two queries: four lanes write them.
-__device__ __forceinline__ void publish(const Call& c, int line, int sees, u32 order, int tile_row, int lane) {
+__device__ __forceinline__ void write_maxima(const Call& c, int line, int sees, u32 order, int tile_row, int lane) {
 #pragma unroll
   for (int by = 4; by < 32; by *= 2) order = max(order, __shfl_xor_sync(~0u, order, by));
   int block = tile_row / BLOCK + (lane & 1);
@@ -104,7 +104,7 @@ struct Span {  // of tiles of 64 keys
   int first_query, members, first, stop;
 };
 
-__device__ void scan_share(const Call& c, u8* shared, Block& b, uint2* spills, Span x) {
+__device__ void scan_share(const Call& c, u8* shared, Held& b, uint2* spills, Span x) {
   int wide = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, group = lane & 3;
   int most = 0;
   for (int m = 0; m < x.members; m++) most = max(most, b.sees[m]);
@@ -153,7 +153,7 @@ __device__ void scan_share(const Call& c, u8* shared, Block& b, uint2* spills, S
           int member = set * TOGETHER + r + ((lane >> 1) & 1), sees = b.sees[member];
           u32 order = row < sees ? ordered(score) : 0u;
           take(b, spills, member, order, row, lane);
-          if (c.publish) publish(c, x.first_query + member, sees, order, tile * 64 + warp * 16, lane);
+          if (c.publish) write_maxima(c, x.first_query + member, sees, order, tile * 64 + warp * 16, lane);
         }
       }
     }
@@ -166,10 +166,11 @@ __device__ void scan_share(const Call& c, u8* shared, Block& b, uint2* spills, S
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_many(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-  Block& b = *(Block*)(shared + WEIGHTS_AT + MEMBERS * 32 * 4);
+  Held& b = *(Held*)(shared + WEIGHTS_AT + MEMBERS * 32 * 4);
   uint2* spills = c.spill + (i64)blockIdx.x * MEMBERS * SPILL;
   int t = threadIdx.x;
   for (int item = blockIdx.x; item < c.group_count * c.shares; item += gridDim.x) {
+    if (c.left && !c.left[item]) continue;
     int number = item / c.shares, share = item % c.shares;
     Span x{c.groups[2 * number], min(c.groups[2 * number + 1], MEMBERS), share * c.share, (share + 1) * c.share};
     __syncthreads();

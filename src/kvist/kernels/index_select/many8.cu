@@ -1,0 +1,287 @@
+// Index selection of many queries that share keys (prefill), for Hopper (sm_90a), in FP8 products where they are exact.
+//
+// Keys are E2M1 codes times powers of two, and so are released index queries: both are E5M2 numbers as they stand (a head's power of two
+// goes to its weight), so products are exact; sums are as exact as Hopper's FP8 units keep them (2e-4 of the largest score). What does
+// not fit is found here and left to `scan_many` (many.cu). A block owns up to 16 queries of one request and a share of their keys; what
+// beats a query's K-th best so far goes to its spill, which is cut back to the K best when it might overflow. Knows no requests.
+
+static const int MEMBERS = 16, TOGETHER = 4;  // queries of a block, of one product
+static const int THREADS = 512, GROUPS = THREADS / 128;
+static const int SPILL = 4096, EPOCH = 8;     // entries of a query; tiles of a warpgroup between two looks at the spills
+static const int FULL = SPILL - EPOCH * GROUPS * 64;
+static const int SET_BYTES = 128 * 128;       // four queries' tile
+static const int WEIGHTS_AT = MEMBERS / TOGETHER * SET_BYTES;
+static const int WIDE = 13;                   // scales of 2^-13 to 2^13 keep codes normal E5M2 numbers
+
+__device__ __forceinline__ void product_fp8(float (&d)[64], const u32* a, u32 b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e5m2 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, b, p, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
+}
+__device__ __forceinline__ void group_barrier(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
+
+struct Held {  // what the threads of a block share beside the queries
+  u32 count[MEMBERS];
+  float least[MEMBERS];
+  int sees[MEMBERS];
+  u32 bins[GROUPS][256], room[GROUPS][4], cut[GROUPS][2], kept[GROUPS], unfit, first;
+};
+
+// Keep the K best of a query's spill; among equals of the K-th the lower ids. All threads of a warpgroup.
+__device__ __noinline__ void cut_back(Held& b, uint2* spill, int member, int chosen) {
+  static const int MINE = SPILL / 128;
+  int wide = threadIdx.x >> 7, t = threadIdx.x & 127, lane = t & 31, warp = t >> 5;
+  u32 count = b.count[member], order[MINE], id[MINE], *bins = b.bins[wide];
+#pragma unroll
+  for (int i = 0; i < MINE; i++) order[i] = t + i * 128 < count ? spill[t + i * 128].x : 0;
+  u32 value = 0, number = 0, want = chosen;
+  bool more = true;
+  for (int pass = 0; pass < 8 && more; pass++) {
+    int shift = 24 - 8 * (pass & 3);
+    bins[t] = bins[t + 128] = 0;
+    if (t == 0) b.kept[wide] = 0;
+    group_barrier(1 + wide, 128);
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      if (!order[i] || (pass >= 4 && order[i] != value)) continue;
+      u32 x = pass < 4 ? order[i] : ~spill[t + i * 128].y, known = pass < 4 ? value : number;
+      if (shift < 24 && (x ^ known) >> (shift + 8)) continue;
+      atomicAdd(bins + ((x >> shift) & 255), 1);
+    }
+    group_barrier(1 + wide, 128);
+    u32 low = bins[2 * t], high = bins[2 * t + 1], sum = low + high;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      u32 other = __shfl_down_sync(~0u, sum, by);
+      if (lane + by < 32) sum += other;
+    }
+    if (lane == 0) b.room[wide][warp] = sum;
+    group_barrier(1 + wide, 128);
+    u32 higher = sum - low - high;
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      if (w > warp) higher += b.room[wide][w];
+    if (higher < want && higher + high >= want) b.cut[wide][0] = 2 * t + 1, b.cut[wide][1] = want - higher;
+    else if (higher + high < want && higher + high + low >= want) b.cut[wide][0] = 2 * t, b.cut[wide][1] = want - higher - high;
+    group_barrier(1 + wide, 128);
+    if (pass < 4) value |= b.cut[wide][0] << shift;
+    else number |= b.cut[wide][0] << shift;
+    want = b.cut[wide][1];
+    // All equals of the K-th are wanted: no need to compare ids.
+    if (pass == 3) more = bins[b.cut[wide][0]] != want;
+    group_barrier(1 + wide, 128);
+  }
+#pragma unroll
+  for (int i = 0; i < MINE; i++) id[i] = order[i] >= value && order[i] ? spill[t + i * 128].y : 0;
+  group_barrier(1 + wide, 128);
+#pragma unroll
+  for (int i = 0; i < MINE; i++)
+    if (order[i] && (order[i] > value || (order[i] == value && ~id[i] >= number)))
+      spill[atomicAdd(&b.kept[wide], 1)] = make_uint2(order[i], id[i]);
+  group_barrier(1 + wide, 128);
+  if (t == 0) b.count[member] = b.kept[wide], b.least[member] = __uint_as_float(value & 0x80000000u ? value ^ 0x80000000u : ~value);
+}
+
+// Best of each block of 8 rows of a warp's 16, of two queries: four lanes write them.
+__device__ __forceinline__ void write_maxima(const Call& c, int line, int sees, u32 order, int tile_row, int lane) {
+#pragma unroll
+  for (int by = 4; by < 32; by *= 2) order = max(order, __shfl_xor_sync(~0u, order, by));
+  int block = tile_row / BLOCK + (lane & 1);
+  if (lane < 4 && block * BLOCK < sees)
+    c.blocks.orders[(i64)line * c.blocks.stride + block] = block == (sees - 1) / BLOCK ? ~0u : order;
+}
+
+// Both keys as the left operand of 4 products of 32 channels. Whether a key that counts does not fit.
+__device__ __forceinline__ bool expand_fp8(const Keys& k, u32 (&a)[4][4], bool first_counts, bool second_counts) {
+  bool unfit = false;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    // E5M2 numbers of the eight magnitudes times the scale; 0 stays 0.
+    u32 by = k.scale[h] - 127, low = 0x3E3C3800u + by * 0x04040400u, high = 0x46444240u + by * 0x04040404u;
+    const u32 words[4] = {k.code[h].x, k.code[h].y, k.code[h].z, k.code[h].w};
+    bool zero = !((words[0] | words[1] | words[2] | words[3]) & 0x77777777u);
+    if (by + WIDE > 2 * WIDE) unfit |= !zero && (h ? second_counts : first_counts);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 w = words[s], magnitudes = w & 0x77777777u, signs = w << 4;
+      a[s][h] = __byte_perm(low, high, magnitudes) | (__byte_perm(signs, w, 0x5140) & 0x80808080u);
+      a[s][2 + h] = __byte_perm(low, high, magnitudes >> 16) | (__byte_perm(signs, w, 0x7362) & 0x80808080u);
+    }
+  }
+  return unfit;
+}
+
+// A head of a query (128 bfloat16) to its row of a tile as E5M2 numbers of which the largest has exponent 30, its weight times what was
+// taken out. Whether it does not fit.
+__device__ __forceinline__ bool put_head(u8* tile, int row, const uint4* from, float weight, float* scaled) {
+  u32 most = 0;
+  bool unfit = false;
+  for (int unit = 0; unit < 16; unit++) {
+    uint4 v = from[unit];
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      u32 x = pairs[i >> 1] >> (16 * (i & 1)) & 0x7FFF;
+      most = max(most, x >> 7);
+      unfit |= (x & 31) || (x && x < 128);
+    }
+  }
+  if (!most) most = 130;
+  unfit |= most < 112 || most > 150;
+  for (int unit = 0; unit < 16; unit++) {
+    uint4 v = from[unit];
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 word = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 x = pairs[2 * half + (i >> 1)] >> (16 * (i & 1)) & 0xFFFF;
+        int exponent = (int)(x >> 7 & 255) - (int)most + 30;
+        if (x & 0x7FFF) {
+          unfit |= exponent < 1;
+          word |= ((x >> 8 & 128) | (u32)exponent << 2 | (x >> 5 & 3)) << (8 * i);
+        }
+      }
+      // A thread of the left operand holds 32 channels in a row: 4 bytes of each half of each product are one group's.
+      int place = 32 * (unit & 3) + 16 * half + 4 * (unit >> 2);
+      *(u32*)(tile + row * 128 + ((((place >> 4) ^ (row & 7)) << 4) | (place & 15))) = word;
+    }
+  }
+  // Of the same scale as in bfloat16 products.
+  float power = __uint_as_float((most - 142 - 64 + 127) << 23), product = weight * power;
+  *scaled = product;
+  return unfit || (weight != 0.f && fabsf(product) < 1.17549435e-38f);
+}
+
+struct Span {  // of tiles of 64 keys
+  int first_query, members, first, stop;
+};
+
+__device__ __forceinline__ bool scan_share(const Call& c, u8* shared, Held& b, uint2* spills, const Span& x) {
+  int wide = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, group = lane & 3;
+  int most = 0, fewest = b.sees[0];
+  for (int m = 0; m < x.members; m++) most = max(most, b.sees[m]), fewest = min(fewest, b.sees[m]);
+  int stop = min(x.stop, (most + 63) / 64), tile = x.first + wide;
+  if (x.first >= stop) return false;
+  bool unfit = false;
+  const float4* weights = (const float4*)(shared + WEIGHTS_AT) + 2 * group;
+  Feed<false> feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, nullptr, most, most, group, GROUPS * 64,
+                   tile * 64 + warp * 16 + (lane >> 2)};
+  feed.start();
+  u32 queries = descriptor(shared);
+  for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
+    for (int i = 0; i < EPOCH && tile < stop; i++, tile += GROUPS) {
+      u32 a[4][4];
+      unfit |= expand_fp8(feed.keys, a, feed.at < most, feed.at + 8 < most);
+      int row = feed.at + 8 * (lane & 1);
+      bool seen = tile * 64 + 64 <= fewest;
+      feed.load();
+      feed.find(feed.at + 2 * GROUPS * 64);
+      feed.at += GROUPS * 64;
+      for (int set = 0; set * TOGETHER < x.members; set++) {
+        float d[64];
+        u32 base = queries + set * (SET_BYTES >> 4);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int step = 0; step < 4; step++) product_fp8(d, a[step], base + step * 2, step > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        float half[TOGETHER];
+#pragma unroll
+        for (int r = 0; r < TOGETHER; r++) {
+          float sum[2] = {0.f, 0.f};
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {
+            float4 w = weights[(set * TOGETHER + r) * 8 + j / 2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              sum[h] = fmaf(twice_positive(d[16 * r + 4 * j + 2 * h]), w.x, sum[h]);
+              sum[h] = fmaf(twice_positive(d[16 * r + 4 * j + 2 * h + 1]), w.y, sum[h]);
+              sum[h] = fmaf(twice_positive(d[16 * r + 4 * j + 4 + 2 * h]), w.z, sum[h]);
+              sum[h] = fmaf(twice_positive(d[16 * r + 4 * j + 4 + 2 * h + 1]), w.w, sum[h]);
+            }
+          }
+          half[r] = quad_half(sum[0], sum[1], lane);
+        }
+        // A lane ends with two queries' scores of one key: bit 0 tells the key, bit 1 the query.
+#pragma unroll
+        for (int r = 0; r < TOGETHER; r += 2) {
+          float mine = lane & 2 ? half[r + 1] : half[r], other = lane & 2 ? half[r] : half[r + 1];
+          float score = mine + __shfl_xor_sync(~0u, other, 2);
+          int member = set * TOGETHER + r + ((lane >> 1) & 1);
+          bool counts = seen || row < b.sees[member];
+          // NaN is above all, and so is everything before there are K.
+          if (counts && !(score <= b.least[member])) spills[member * SPILL + atomicAdd(b.count + member, 1)] = make_uint2(ordered(score), row);
+          if (c.publish) write_maxima(c, x.first_query + member, b.sees[member], counts ? ordered(score) : 0u, tile * 64 + warp * 16, lane);
+        }
+      }
+    }
+    __syncthreads();
+    for (int m = wide; m < x.members; m += GROUPS)
+      if (b.count[m] > FULL) cut_back(b, spills + m * SPILL, m, c.rows.chosen);
+    __syncthreads();
+  }
+  return unfit;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_many_fp8(const __grid_constant__ Call c) {
+  extern __shared__ u8 raw[];
+  u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+  Held& b = *(Held*)(shared + WEIGHTS_AT + MEMBERS * 32 * 4);
+  uint2* spills = c.spill + (i64)blockIdx.x * MEMBERS * SPILL;
+  int t = threadIdx.x;
+  for (int item = blockIdx.x; item < c.group_count * c.shares; item += gridDim.x) {
+    int number = item / c.shares, share = item % c.shares;
+    Span x{c.groups[2 * number], min(c.groups[2 * number + 1], MEMBERS), share * c.share, (share + 1) * c.share};
+    __syncthreads();
+    if (t == 0) b.unfit = 0;
+    if (t < MEMBERS) {
+      b.count[t] = 0, b.least[t] = __uint_as_float(0x7FC00000u);
+      b.sees[t] = t < x.members ? min((int)c.visible[x.first_query + t], c.limit) : 0;
+    }
+    // A thread takes a head; weights lie as the quads' lanes read them.
+    int member = t >> 5, head = t & 31;
+    bool real = member < x.members && head < c.heads, unfit = false;
+    float* weight = (float*)(shared + WEIGHTS_AT) + member * 32 + (head >> 1 & 3) * 8 + (head >> 3) * 2 + (head & 1);
+    i64 line = (i64)(x.first_query + member) * c.heads + head;
+    u8* tile = shared + member / TOGETHER * SET_BYTES;
+    int place = member % TOGETHER * 32 + head;
+    *weight = 0.f;
+    if (real) unfit = put_head(tile, place, (const uint4*)(c.q + line * 256), 0.5f * bfloat_at(c.weights + line * 2), weight);
+    else
+      for (int i = 0; i < 8; i++) *(uint4*)(tile + place * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    unfit |= scan_share(c, shared, b, spills, x);
+    if (unfit) b.unfit = 1;
+    __syncthreads();
+    if (t == 0) c.left[item] = b.unfit;
+    // Lists of several shares must fit one query's room.
+    for (int m = t >> 7; m < x.members && c.shares > 1; m += GROUPS)
+      if (b.count[m] > (u32)c.rows.chosen) cut_back(b, spills + m * SPILL, m, c.rows.chosen);
+    __syncthreads();
+    for (int m = t >> 7; m < x.members && !b.unfit; m += GROUPS) {
+      u32 count = b.count[m];
+      if ((t & 127) == 0) b.kept[t >> 7] = atomicAdd(c.rows.counts + x.first_query + m, count);
+      group_barrier(1 + (t >> 7), 128);
+      uint2* to = c.rows.found + (i64)(x.first_query + m) * c.rows.room + b.kept[t >> 7];
+      for (u32 i = t & 127; i < count; i += 128) to[i] = spills[m * SPILL + i];
+      group_barrier(1 + (t >> 7), 128);
+    }
+  }
+}
