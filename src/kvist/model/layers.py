@@ -41,7 +41,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]; float32 if `wide`."""
         weight = self.weight.float() if self.wide else self.weight.to(x.dtype)
-        return linear(x.float() if self.wide else x, weight, impl=self.numerics.product_impl)
+        impl = self.numerics.wide_impl if self.wide else self.numerics.product_impl
+        return linear(x.float() if self.wide else x, weight, impl=impl)
 
 
 class QuantLinear(nn.Module):
