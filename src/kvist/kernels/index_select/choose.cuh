@@ -29,8 +29,10 @@ __device__ void choose_best(const Call& c, const List& list, bool blocks, int n,
     return make_uint2(__ldcg(orders + i), (u32)id_at(c, n, blocks, i));
   };
   if (!again)
+#pragma unroll 1
     for (int i = t; i < length; i += THREADS) held[i] = __ldcg(list.found + (i64)n * list.room + i);
   if (list.bins)
+#pragma unroll 1
     for (int i = t; i < BINS / 4; i += THREADS) ((uint4*)(list.bins + (i64)n * BINS))[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (t == 0) list.counts[n] = 0;
@@ -59,6 +61,7 @@ __device__ void choose_best(const Call& c, const List& list, bool blocks, int n,
 #pragma unroll
       for (int i = 0; i < EACH; i++) bins[EACH * t + i] = 0;
       __syncthreads();
+#pragma unroll 1
       for (int i = t; i < length; i += THREADS) {
         uint2 e = entry(i);
         if (!e.x || (ids && e.x != value)) continue;
@@ -85,6 +88,7 @@ __device__ void choose_best(const Call& c, const List& list, bool blocks, int n,
 #pragma unroll
   for (int i = 0; i < EACH; i++) bins[EACH * t + i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int i = t; i < length; i += THREADS) {
     uint2 e = entry(i);
     if (chosen(e)) atomicAdd(bins + (1023 - (e.y >> list.number_shift)), 1);
@@ -100,16 +104,20 @@ __device__ void choose_best(const Call& c, const List& list, bool blocks, int n,
   __syncthreads();
   int* out = list.out + (i64)n * list.chosen;
   u32* sorted = (u32*)(held + list.room);
+#pragma unroll 1
   for (int i = t; i < length; i += THREADS) {
     uint2 e = entry(i);
     if (chosen(e)) sorted[atomicAdd(bins + (1023 - (e.y >> list.number_shift)), 1)] = e.y;
   }
   __syncthreads();
+#pragma unroll 1
   for (u32 i = t; i < total; i += THREADS) {
     u32 id = sorted[i], run = 1023 - (id >> list.number_shift);
     u32 start = run == 1023 ? 0 : bins[run + 1], stop = bins[run], rank = start;
+#pragma unroll 1
     for (u32 j = start; j < stop; j++) rank += sorted[j] < id;
     out[rank] = (int)id;
   }
+#pragma unroll 1
   for (int i = total + t; i < list.chosen; i += THREADS) out[i] = -1;
 }

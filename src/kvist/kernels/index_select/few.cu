@@ -5,7 +5,7 @@
 // that hold the K best; the last to do so picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
 
 static const int THREADS = 256, WARPS = THREADS / 32;
-static const int GROUPS = THREADS / 128, TILE = 128;  // warpgroups; keys that one takes at once
+static const int TILE = 128, STEP = THREADS;           // keys that a warpgroup takes at once, and all of a block
 static const int STAGES = 3;                          // of a warp: tiles under way and the one in use
 static const int STAGE_BYTES = 32 * 68;               // 32 keys' codes, then their scales
 static const int ENTRIES = 1000;                      // candidate blocks whose places are held
@@ -83,18 +83,23 @@ template <bool POOL, bool PUBLISH> struct Scan {
   }
   __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(table + (place >> c.page_shift)); }
 
+  // Start the first copies.
+  __device__ __forceinline__ void start() const {
+    int at = first + warp * 32, pages[STAGES - 1];
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) pages[i] = page_of(at + i * STEP);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+      if (at + i * STEP < end) copy(at + i * STEP, pages[i], s.ring[warp][i] + lane * 16);
+      copies_close();
+    }
+  }
   __device__ __forceinline__ void run(u32 queries, const float (&weight)[8]) const {
-    const int step = TILE * GROUPS;
     u8* ring = s.ring[warp][0];
     // Of 32 keys a lane ends with number lane / 4 + 8 (lane % 4).
-    int at = first + warp * 32, mine = (lane >> 2) + 8 * (lane & 3), stage = 0, ahead = at, page = page_of(at);
+    int at = first + warp * 32, mine = (lane >> 2) + 8 * (lane & 3), stage = 0, ahead = at + (STAGES - 1) * STEP, page = page_of(ahead);
     u32* to = c.rows.orders + (i64)n * c.rows.stride + mine;
-    for (int i = 0; i < STAGES - 1; i++) {
-      if (ahead < end) copy(ahead, page, ring + i * STAGE_BYTES + lane * 16);
-      copies_close();
-      ahead += step, page = page_of(ahead);
-    }
-    for (int tile = first + warp / 4 * TILE; tile < end; tile += step) {
+    for (int tile = first + warp / 4 * TILE; tile < end; tile += STEP) {
       copies_wait();
       __syncwarp();
       const u8* held = ring + stage * STAGE_BYTES;
@@ -118,7 +123,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
       stage = stage == 0 ? STAGES - 1 : stage - 1;
       if (ahead < end) copy(ahead, page, ring + stage * STAGE_BYTES + lane * 16);
       copies_close();
-      ahead += step, page = page_of(ahead);
+      ahead += STEP, page = page_of(ahead);
       stage = stage >= STAGES - 2 ? stage - (STAGES - 2) : stage + 2;
       float half[2];
 #pragma unroll
@@ -150,12 +155,13 @@ template <bool POOL, bool PUBLISH> struct Scan {
           count_if(block_bins, best);
         }
       }
-      at += step;
+      at += STEP;
     }
   }
 };
 
 __device__ __forceinline__ void add_bins(const uint4* mine, u32* to) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
     uint4 v = mine[i];
     if (!(v.x | v.y | v.z | v.w)) continue;
@@ -212,25 +218,19 @@ __device__ void sift(const Call& c, const List& list, int n, int first, int end,
   const u32* orders = list.orders + (i64)n * list.stride;
   const int* pool = c.pool + (i64)n * c.pool_blocks;
   for (int at = first + 4 * threadIdx.x; at < end; at += 16 * THREADS) {
-    u32 x[16];
+    uint4 v[4];
+    u32 hits = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int place = at + j * 4 * THREADS;
-      if (place + 3 < end) {
-        uint4 v = *(const uint4*)(orders + place);
-        x[4 * j] = v.x, x[4 * j + 1] = v.y, x[4 * j + 2] = v.z, x[4 * j + 3] = v.w;
-      } else {
+    for (int j = 0; j < 4; j++) v[j] = at + j * 4 * THREADS < end ? *(const uint4*)(orders + at + j * 4 * THREADS) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[4 * j + i] = place + i < end ? orders[place + i] : 0;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      if (x[i] < least) continue;
-      int place = at + (i >> 2) * 4 * THREADS + (i & 3);
-      u32 to = atomicAdd(&s.count, 1);
+    for (int j = 0; j < 4; j++)
+      hits |= ((v[j].x >= least) | (v[j].y >= least) << 1 | (v[j].z >= least) << 2 | (v[j].w >= least) << 3) << (4 * j);
+    for (; hits; hits &= hits - 1) {
+      int bit = __popc((hits & -hits) - 1), place = at + (bit >> 2) * 4 * THREADS + (bit & 3);
+      if (place >= end) break;
+      u32 to = atomicAdd(&s.count, 1), order = orders[place];
       if (!BLOCKS && c.pool_blocks) place = pool[place >> 3] * BLOCK + (place & 7);
-      if (to < (u32)list.room) held[to] = make_uint2(x[i], place);
+      if (to < (u32)list.room) held[to] = make_uint2(order, place);
     }
   }
   __syncthreads();
@@ -242,61 +242,74 @@ __device__ void sift(const Call& c, const List& list, int n, int first, int end,
   __syncthreads();
 }
 
+struct Work {  // a block's share of a query's keys
+  int n, first, end, sees;
+  const int* table;
+};
+template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score(const Call& c, Shared& s, const Work& x) {
+  int t = threadIdx.x, warp = t >> 5, lane = t & 31;
+  Entry* entries = (Entry*)s.behind;
+  float weight[8];
+  for (int from = x.first; from < x.end; from += ENTRIES * BLOCK) {
+    int to = POOL ? min(x.end, from + ENTRIES * BLOCK) : x.end;
+    if (POOL) {
+      __syncthreads();
+      // Up to three more than there are, for a warp's 32 keys.
+      for (int i = t; i < (to - from) / BLOCK + 3; i += THREADS) {
+        int place = from + i * BLOCK, block = place < to ? c.pool[(i64)x.n * c.pool_blocks + (place >> 3)] : -1, row = block * BLOCK;
+        bool real = block >= 0 && row < x.sees;
+        int inside = real ? row & ((1 << c.page_shift) - 1) : 0;
+        // A block that nobody sees reads the first rows of page 0 and does not count.
+        const u8* base = c.pages + (real ? x.table[row >> c.page_shift] : 0) * c.page_bytes;
+        entries[i] = {base + c.key_codes + inside * 64, c.key_scales - c.key_codes - inside * 60, real ? row : 0x40000000};
+      }
+      __syncthreads();
+    }
+    Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.table, x.n, from, to, x.sees, warp, lane};
+    scan.start();
+    if (from == x.first) {
+      for (int i = t; i < 512; i += THREADS) {
+        int head = i >> 4, unit = i & 15;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (head < c.heads) v = *(const uint4*)(c.q + (((i64)x.n * c.heads + head) * 128 + unit * 8) * 2);
+        put_query(s.queries, 32, head, unit, v);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        int head = 8 * (j >> 1) + 2 * (lane & 3) + (j & 1);
+        weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)x.n * c.heads + head) * 2) : 0.f;
+      }
+      for (int i = t; i < BINS / 4; i += THREADS) {
+        s.bins[i] = make_uint4(0, 0, 0, 0);
+        if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncthreads();
+    }
+    scan.run(descriptor(s.queries), weight);
+    if (!POOL) break;
+  }
+  __syncthreads();
+  add_bins(s.bins, c.rows.bins + (i64)x.n * BINS);
+  if (PUBLISH) add_bins(s.behind, c.blocks.bins + (i64)x.n * BINS);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
-  int n = blockIdx.x / c.shares, first = blockIdx.x % c.shares * c.share, t = threadIdx.x, warp = t >> 5, lane = t & 31;
+  int n = blockIdx.x / c.shares, first = blockIdx.x % c.shares * c.share, t = threadIdx.x;
+  const int* table = c.table + (i64)c.slots[n] * c.table_width;
   int sees = min((int)c.visible[n], c.limit), end = min(first + c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
-  u32* block_bins = (u32*)s.behind;
   uint2* held = (uint2*)((u8*)&s + HELD_AT);
   u32* arrivals = c.arrivals + 2 * n;
   if (c.phase == SCANS_ONLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (c.phase == REST_ONLY) asm volatile("griddepcontrol.wait;" ::: "memory");
   if (c.phase != REST_ONLY) {
     if (first < end) {
-      for (int i = t; i < 512; i += THREADS) {
-        int head = i >> 4, unit = i & 15;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (head < c.heads) v = *(const uint4*)(c.q + (((i64)n * c.heads + head) * 128 + unit * 8) * 2);
-        put_query(s.queries, 32, head, unit, v);
-      }
-      float weight[8];
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        int head = 8 * (j >> 1) + 2 * (lane & 3) + (j & 1);
-        weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
-      }
-      for (int i = t; i < BINS / 4; i += THREADS) s.bins[i] = make_uint4(0, 0, 0, 0);
-      if (c.publish)
-        for (int i = t; i < BINS / 4; i += THREADS) s.behind[i] = make_uint4(0, 0, 0, 0);
-      const int* table = c.table + (i64)c.slots[n] * c.table_width;
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      u32 queries = descriptor(s.queries);
-      if (c.pool_blocks) {
-        Entry* entries = (Entry*)s.behind;
-        for (int from = first; from < end; from += ENTRIES * BLOCK) {
-          int to = min(end, from + ENTRIES * BLOCK);
-          __syncthreads();
-          // Up to three more than there are, for a warp's 32 keys.
-          for (int i = t; i < (to - from) / BLOCK + 3; i += THREADS) {
-            int place = from + i * BLOCK, block = place < to ? c.pool[(i64)n * c.pool_blocks + (place >> 3)] : -1, row = block * BLOCK;
-            bool real = block >= 0 && row < sees;
-            int inside = real ? row & ((1 << c.page_shift) - 1) : 0;
-            // A block that nobody sees reads the first rows of page 0 and does not count.
-            const u8* base = c.pages + (real ? table[row >> c.page_shift] : 0) * c.page_bytes;
-            entries[i] = {base + c.key_codes + inside * 64, c.key_scales - c.key_codes - inside * 60, real ? row : 0x40000000};
-          }
-          __syncthreads();
-          Scan<true, false>{c, s, block_bins, entries, table, n, from, to, sees, warp, lane}.run(queries, weight);
-        }
-      } else {
-        __syncthreads();
-        if (c.publish) Scan<false, true>{c, s, block_bins, nullptr, table, n, first, end, sees, warp, lane}.run(queries, weight);
-        else Scan<false, false>{c, s, block_bins, nullptr, table, n, first, end, sees, warp, lane}.run(queries, weight);
-      }
-      __syncthreads();
-      add_bins(s.bins, c.rows.bins + (i64)n * BINS);
-      if (c.publish) add_bins(s.behind, c.blocks.bins + (i64)n * BINS);
+      Work x{n, first, end, sees, table};
+      if (c.pool_blocks) score<true, false>(c, s, x);
+      else if (c.publish) score<false, true>(c, s, x);
+      else score<false, false>(c, s, x);
     }
     if (c.phase == SCANS_ONLY) return;
     count_block(arrivals, s);
@@ -312,11 +325,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   }
   if (count_block(arrivals + 1, s) != (u32)c.shares - 1) return;
   __threadfence();
-  u32* bins = (u32*)s.bins;
-  choose_best<THREADS>(c, c.rows, false, n, rows.bin, rows.above, held, bins, s.room, s.cut);
-  if (c.publish) {
+  for (int list = 0; list <= c.publish; list++) {
     __syncthreads();
-    choose_best<THREADS>(c, c.blocks, true, n, blocks.bin, blocks.above, held, bins, s.room, s.cut);
+    choose_best<THREADS>(c, list ? c.blocks : c.rows, list, n, list ? blocks.bin : rows.bin, list ? blocks.above : rows.above, held,
+                         (u32*)s.bins, s.room, s.cut);
   }
   if (t < 2) arrivals[t] = 0;
 }
