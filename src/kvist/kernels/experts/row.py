@@ -1,6 +1,8 @@
 """The experts' half of a layer for one row in one launch on Hopper: norm, router, shared and chosen experts (`row.cu`).
 
-Which banks it takes, how it is cut, and its launch. Must not know layers. Shapes: D model width, F expert width, E experts, K chosen.
+Which banks it takes, how it is cut, and its launch. Must not know layers.
+
+Shapes: D model width, F expert width, E experts, K chosen.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ MOST_SHARED_BYTES = 226 << 10
 _OWN_BYTES = 4 * (32 + 2 * MOST_CHOSEN + MOST_GATES * WARPS + MOST_EXPERTS) + 16
 _POINTERS = (
     "gate", "bias_text", "bias_image", "text", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes",
-    "shared_up_scales", "shared_down_codes", "shared_down_scales", "logits", "shared_parts", "routed_parts", "hidden", "out", "ids",
-    "weights", "counters", "ahead",
+    "shared_up_scales", "shared_down_codes", "shared_down_scales", "logits", "shared_parts", "routed_parts", "hidden", "out",
+    "ids", "weights", "counters", "ahead",
 )  # fmt: skip
 _COUNTS = (
     "width", "hidden_width", "experts", "chosen", "blocks", "shared_share", "routed_share", "down_share", "slots", "normalise"
@@ -131,8 +133,8 @@ def experts_row(
         None if ahead is None else ahead.tensor,
     )  # fmt: skip
     call = _Call(
-        *(None if t is None else t.data_ptr() for t in pointers), head.call(mix), 0 if ahead is None else ahead.nbytes, d, f, experts,
-        router.k, blocks, *cut.shares, cut.slots, int(router.normalise), limit, router.temperature, router.scale,
+        *(None if t is None else t.data_ptr() for t in pointers), head.call(mix), 0 if ahead is None else ahead.nbytes, d, f,
+        experts, router.k, blocks, *cut.shares, cut.slots, int(router.normalise), limit, router.temperature, router.scale,
     )  # fmt: skip
     inputs = max(2 * d, -(-cut.shares[2] // WARPS) * WARPS * 256)
     room = (

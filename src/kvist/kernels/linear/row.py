@@ -73,8 +73,8 @@ def share_of(weight: PanelWeight, blocks: int, *, whole: bool) -> int:
 def _check(kernel: str, weight: PanelWeight) -> None:
     if weight.form != "fp8" or weight.paired or weight.experts != 1 or weight.outputs % 64 or weight.inputs % 64:
         raise ValueError(
-            f"a {weight.form} weight {weight.outputs} x {weight.inputs} of {weight.experts}; one row takes one plain FP8 weight of "
-            "multiples of 64"
+            f"a {weight.form} weight {weight.outputs} x {weight.inputs} of {weight.experts}; one row takes one plain FP8 weight "
+            "of multiples of 64"
         )
     if weight.inputs > MOST_INPUTS[kernel]:
         raise ValueError(f"{weight.inputs} inputs; one row takes up to {MOST_INPUTS[kernel]} here")
@@ -129,7 +129,7 @@ def product_row(
 def product_of_streams(
     head: Head, weight: PanelWeight, *, ahead: Ahead | None = None, build: Build = built, blocks: int | None = None
 ) -> tuple[Parts, Mix, Tensor, Tensor]:
-    """Norm and quantise a collapse, then the product: its parts, the sublayer's coefficients, the normed row, the same quantised."""
+    """Norm and quantise a collapse, then the product: its parts, the sublayer's coefficients, the normed row, and quantised."""
     mix, h = head.empty_mix(), head.passed.h_ND
     normed, quantised = torch.empty_like(h), torch.empty_like(h)
     streams = head.call(mix, normed, quantised)
@@ -139,8 +139,8 @@ def product_of_streams(
 
 
 def product_of_parts(
-    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, *, ahead: Ahead | None = None, build: Build = built,
-    blocks: int | None = None,
+    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, *, ahead: Ahead | None = None,
+    build: Build = built, blocks: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The first I sums of `parts`, rounded, normed and quantised, times the weight; what lies behind them becomes a window entry.
 
@@ -152,7 +152,8 @@ def product_of_parts(
     rank = torch.empty(1, weight.inputs, dtype=torch.bfloat16, device=norm_I.device)
     pointers: dict[str, Tensor | None] = {
         "parts": parts.sums, "norm": norm_I, "rank": rank, "entry_norm": entry.norm_C, "cosines": entry.cos_NP,
-        "sines": entry.sin_NP, "entry_codes": entry.codes, "entry_scales": entry.scales, "slot": entry.slot_N, "cell": entry.cell_N,
+        "sines": entry.sin_NP, "entry_codes": entry.codes, "entry_scales": entry.scales, "slot": entry.slot_N,
+        "cell": entry.cell_N,
     }  # fmt: skip
     numbers: dict[str, object] = {
         "in_width": parts.sums.shape[1], "in_chunks": parts.chunks, "in_share": parts.share, "entry_width": width,
