@@ -246,10 +246,32 @@ struct Work {  // a block's share of a query's keys
   int n, first, end, sees;
   const int* table;
 };
-template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score(const Call& c, Shared& s, const Work& x) {
+struct Query {  // a thread's part of a query's heads, and its quad's weights
+  uint4 part[512 / THREADS];
+  float weight[8];
+
+  __device__ __forceinline__ Query(const Call& c, int n) {
+    int t = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 512 / THREADS; i++) {
+      int head = (t + i * THREADS) >> 4;
+      part[i] = head < c.heads ? *(const uint4*)(c.q + (((i64)n * c.heads + head) * 16 + (t & 15)) * 16) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      int head = 8 * (j >> 1) + 2 * (t & 3) + (j & 1);
+      weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
+    }
+  }
+};
+template <bool POOL, bool PUBLISH>
+__device__ __forceinline__ void score(const Call& c, Shared& s, const Work& x, const Query& query) {
   int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   Entry* entries = (Entry*)s.behind;
-  float weight[8];
+  for (int i = t; i < BINS / 4; i += THREADS) {
+    s.bins[i] = make_uint4(0, 0, 0, 0);
+    if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
+  }
   for (int from = x.first; from < x.end; from += ENTRIES * BLOCK) {
     int to = POOL ? min(x.end, from + ENTRIES * BLOCK) : x.end;
     if (POOL) {
@@ -268,25 +290,12 @@ template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score(const C
     Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.table, x.n, from, to, x.sees, warp, lane};
     scan.start();
     if (from == x.first) {
-      for (int i = t; i < 512; i += THREADS) {
-        int head = i >> 4, unit = i & 15;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (head < c.heads) v = *(const uint4*)(c.q + (((i64)x.n * c.heads + head) * 128 + unit * 8) * 2);
-        put_query(s.queries, 32, head, unit, v);
-      }
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        int head = 8 * (j >> 1) + 2 * (lane & 3) + (j & 1);
-        weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)x.n * c.heads + head) * 2) : 0.f;
-      }
-      for (int i = t; i < BINS / 4; i += THREADS) {
-        s.bins[i] = make_uint4(0, 0, 0, 0);
-        if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
-      }
+      for (int i = 0; i < 512 / THREADS; i++) put_query(s.queries, 32, (t + i * THREADS) >> 4, t & 15, query.part[i]);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncthreads();
     }
-    scan.run(descriptor(s.queries), weight);
+    scan.run(descriptor(s.queries), query.weight);
     if (!POOL) break;
   }
   __syncthreads();
@@ -298,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   extern __shared__ u8 raw[];
   Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
   int n = blockIdx.x / c.shares, first = blockIdx.x % c.shares * c.share, t = threadIdx.x;
+  Query query(c, n);  // depends on nothing and is asked for first
   const int* table = c.table + (i64)c.slots[n] * c.table_width;
   int sees = min((int)c.visible[n], c.limit), end = min(first + c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
   uint2* held = (uint2*)((u8*)&s + HELD_AT);
@@ -307,9 +317,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   if (c.phase != REST_ONLY) {
     if (first < end) {
       Work x{n, first, end, sees, table};
-      if (c.pool_blocks) score<true, false>(c, s, x);
-      else if (c.publish) score<false, true>(c, s, x);
-      else score<false, false>(c, s, x);
+      if (c.pool_blocks) score<true, false>(c, s, x, query);
+      else if (c.publish) score<false, true>(c, s, x, query);
+      else score<false, false>(c, s, x, query);
     }
     if (c.phase == SCANS_ONLY) return;
     count_block(arrivals, s);
