@@ -68,6 +68,25 @@ def test_every_fp4_code_and_fp8_code_survives() -> None:
     assert torch.equal(unpack_panels(pack_fp8_panels(finite, scales)), dequantise_fp8_weight(finite, scales, torch.float32))
 
 
+@needs_triton
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (100, 352), (192, 640)])
+def test_expanded_weights_hold_the_files_values(outputs: int, inputs: int) -> None:
+    from kvist.kernels.linear.gpu import expanded
+
+    weight = moved(pack_fp8_panels(*stored("fp8", outputs, inputs)))
+    assert torch.equal(expanded(weight).float().cpu(), unpack_panels(weight).cpu())
+
+
+@needs_triton
+@pytest.mark.parametrize("groups", [1, 4])
+def test_many_rows_by_an_expanded_weight(groups: int) -> None:
+    from kvist.kernels.linear.gpu import product_expanded
+
+    weight, x = moved(pack_fp8_panels(*stored("fp8", 256, 96))), torch.randn(70, groups * 96).bfloat16().to(DEVICE)
+    want = linear(x.float().cpu(), unpack_panels(weight).cpu(), groups=groups)
+    torch.testing.assert_close(product_expanded(x, weight, groups).float().cpu(), want, rtol=2e-2, atol=2e-2)
+
+
 def test_weights_that_cannot_be_laid_out_are_named() -> None:
     codes, scales = stored("fp4", 64, 64)
     with pytest.raises(ValueError, match=r"scale is 2\^2; impl 'gpu' takes fp4 scales up to 2\^1"):
