@@ -20,6 +20,7 @@ from kvist.kernels.device.pages import DevicePages
 from kvist.kernels.index_select import Selection
 from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
 from kvist.kernels.index_select.hopper import GROUP
+from kvist.quant import pack_mxfp4, unpack_mxfp4
 
 HEADS, K, BLOCK, POOL, PUBLISHED = 32, 512, 8, 2048, 2048
 COLD_CONTEXTS = 8
@@ -51,9 +52,10 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(requests: int, rows: int, keys: int, pages: DevicePages, first_slot: int, *, pooled: bool = False) -> Inputs:
-    """Queries that see all keys but those of later verify rows."""
+    """Queries in the released format (MXFP4 values) that see all keys but those of later verify rows."""
     n, source = requests * rows, torch.Generator("cuda").manual_seed(first_slot)
-    q = torch.randn(n, HEADS, KEY_CHANNELS, device="cuda", generator=source).bfloat16()
+    q = torch.randn(n, HEADS, KEY_CHANNELS, device="cuda", generator=source)
+    q = unpack_mxfp4(*pack_mxfp4(q), torch.bfloat16)
     weight = (torch.randn(n, HEADS, device="cuda", generator=source) * (KEY_CHANNELS * HEADS) ** -0.5).bfloat16()
     slot = first_slot + torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(rows)
     visible = keys - rows + 1 + torch.arange(rows, device="cuda").repeat(requests)

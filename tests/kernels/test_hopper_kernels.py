@@ -226,3 +226,41 @@ def test_selection_of_queries_that_share_keys(requests: int, each: int, m: int, 
             orders = maxima[n, :seen].cpu().long() & 0xFFFFFFFF
             best = orders.sort(descending=True, stable=True).indices[:12].sort().values
             assert torch.equal(best, blocks[blocks >= 0])
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Leave every output as it is."""
+
+
+@pytest.mark.parametrize("odd", ["", "powers", "query", "weight", "key"])
+def test_fp8_products_take_what_they_hold_exactly_and_leave_the_rest(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bfloat16 kernel, choices are exact as long as everything fits; with it, always."""
+    x, m, k = Choice(1, 18, 700, equal=False), 700, 60
+    q, weight, pages, slots, visible = x.there
+    if odd == "powers":
+        x.q = (x.q.float() * 2.0 ** torch.randint(-8, 9, (18, 32, 1))).bfloat16()
+        q = x.q.to(DEVICE)
+    if odd == "query":
+        q[0, 31, 127] = x.q[0, 31, 127] = 1.125
+    if odd == "weight":
+        weight[2, 5] = x.weight[2, 5] = 1e-35
+    if odd == "key":
+        page = int(pages.table_ST[0, 3])
+        pages.bytes_PB[page, pages.key_scales + 8 : pages.key_scales + 12] = 100
+        x.keys[0, 98] = unpack_mxfp4(
+            pages.bytes_PB[page, 128:192].cpu(), pages.bytes_PB[page, pages.key_scales + 8 :][:4].cpu(), torch.float32
+        )
+    groups = torch.tensor([(0, 16), (16, 2)], dtype=torch.int32, device=DEVICE)
+    whole = select_kernels.kernels
+    if odd in ("", "powers"):
+
+        def without(*of: object) -> dict[str, object]:
+            return {**whole(*of), "scan_many": Nothing()}
+
+        monkeypatch.setattr(select_kernels, "kernels", without)
+    topk, _ = select_kernels.select_many(q, weight, pages, slots, visible, groups, rows=m, k=k)
+    for n in range(18):
+        assert torch.equal(topk[n].cpu().long(), x.want(n, k, None, 0)[0])
