@@ -15,9 +15,11 @@ from kvist.cache.paged_memory import PagedMemory
 from kvist.cache.placement import BatchRows
 from kvist.config import ModelConfig, replace
 from kvist.engine.card.device_model import Batch, DeviceModel, Given
+from kvist.engine.card.draft import CardDrafts
 from kvist.engine.card.layers import Chosen
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import pack
+from kvist.kernels.best_token import best_token
 from kvist.kernels.engram.gpu import StoredRows
 from kvist.kernels.index_select import Selection
 from kvist.model.block import Block
@@ -43,10 +45,28 @@ class Step:
     agree: tuple[bool, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """One block of each request: relative errors of its base logits, the tokens, the tokens that follow from the card's own base
+    logits by the reference's rule, the worst error of a confidence logit and the largest of these."""
+
+    errors: tuple[float, ...]
+    tokens: tuple[int, ...]
+    follow: tuple[int, ...]
+    confidence: float
+    scale: float
+
+
+def drafting_config() -> ModelConfig:
+    """`tiny` in widths that the operators take: all four roles and Engram in 8 layers of 64 channels, and draft blocks."""
+    return replace(preset("tiny"), o_lora_rank=64)
+
+
 def small_config() -> ModelConfig:
-    """`tiny` without drafts, in widths that the operators take: all four roles and Engram in 8 layers of 64 channels."""
+    """`drafting_config` without drafts."""
+    layers = preset("tiny").n_layers
     return replace(
-        preset("tiny"), n_mtp_layers=0, compress_ratios=(0, 0, 2, 2, 1, 1, 1, 1), dspark_target_layer_ids=(), o_lora_rank=64
+        drafting_config(), n_mtp_layers=0, compress_ratios=preset("tiny").compress_ratios[:layers], dspark_target_layer_ids=()
     )
 
 
@@ -87,6 +107,7 @@ class Beside:
         rows: int = 1,
         seed: int = 0,
         overlap: bool = False,
+        one_row: bool = False,
     ) -> None:
         self.config, self.contexts, self.steps, self.rows, self.device = config, contexts, steps, rows, device
         numerics = Numerics(dtype=torch.bfloat16, impl="wide")
@@ -106,7 +127,7 @@ class Beside:
             pages=each * len(contexts),
             most_tokens=each * size,
             device=device,
-            rows=rows,
+            rows=max(rows, config.dspark_block_size if config.n_mtp_layers else 1),
             page_tokens=page_tokens,
         )
         self.ids = [self._draw(longest) for _ in contexts]
@@ -115,7 +136,7 @@ class Beside:
             self.memory.open(slot, list(range(slot, each * len(contexts), len(contexts))), 0)
             self.state.open(slot, list(range(slot * each, (slot + 1) * each)))
         self._prefill()
-        self.card = DeviceModel(pack(self.model, tables, device), self.state, overlap=overlap)
+        self.card = DeviceModel(pack(self.model, tables, device), self.state, overlap=overlap, one_row=one_row)
 
     def _pages(self, longest: int, page_tokens: int | None) -> int:
         return len(self.contexts) * -(-longest // (page_tokens or self.config.plan.page_tokens))
@@ -154,7 +175,10 @@ class Beside:
 
     @torch.inference_mode()
     def _prefill(self) -> None:
-        self.model(self._rows_of((0,) * len(self.contexts), self.contexts), self.memory)
+        rows = self._rows_of((0,) * len(self.contexts), self.contexts)
+        flow = self.model(rows, self.memory)
+        if self.model.mtp is not None:
+            self.model.mtp.observe(flow.targets, rows, self.memory)
         for slot, context in enumerate(self.contexts):
             classes = self.model.token_classes_V
             known = None if classes is None else classes[self.ids[slot][:context].to(self.device)]
@@ -177,6 +201,8 @@ class Beside:
             before = flow
             flow = self.model.run(flow, rows, self.memory, layer, layer + 1)
             seen.append((before, flow))
+        if self.model.mtp is not None:
+            self.model.mtp.observe(flow.targets, rows, self.memory)
         want_NV = self.model.logits(flow)
         got_NV, best_N = self.card.decode(batch)
         # Layers on given inputs come last: what they write, not what a whole step wrote, is what the next step reads.
@@ -184,6 +210,32 @@ class Beside:
         off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
         errors = (got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)
         return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))
+
+    @torch.inference_mode()
+    def draft(self, number: int) -> Drafted:
+        """A block behind the token before step `number`, in both; the reference's windows are those of its own steps."""
+        assert self.model.mtp is not None, "drafts are compared for models that have them"
+        at = [context + number * self.rows for context in self.contexts]
+        first_R = torch.tensor([int(self.ids[slot][a]) for slot, a in enumerate(at)], device=self.device)
+        position_R, slot_R = (torch.tensor(part, device=self.device) for part in ([a - 1 for a in at], range(len(at))))
+        want = self.model.mtp(first_R, position_R, list(range(len(at))), self.memory, self.model.embed, self.model.head)
+        got = CardDrafts(self.card).propose(first_R, position_R, slot_R)
+        errors_RB = (got.base_RBV - want.base_RBV).norm(dim=2) / want.base_RBV.norm(dim=2)
+        return Drafted(
+            errors=tuple(errors_RB.flatten().tolist()), tokens=tuple(got.tokens_RB.flatten().tolist()),
+            follow=tuple(self._followed(first_R, got.base_RBV).flatten().tolist()),
+            confidence=float((got.confidence_RB - want.confidence_RB).abs().max()), scale=float(want.confidence_RB.abs().max()),
+        )  # fmt: skip
+
+    def _followed(self, first_R: Tensor, base_RBV: Tensor) -> Tensor:
+        """The tokens that follow from base logits by the reference's rule."""
+        weights = self.card.weights.drafts
+        assert weights is not None
+        previous_R, tokens = first_R, []
+        for place in range(base_RBV.shape[1]):
+            previous_R = best_token(base_RBV[:, place], (weights.markov_embed[previous_R], weights.markov_head))
+            tokens.append(previous_R)
+        return torch.stack(tokens, 1)
 
     def _given(self, flow: Flow) -> Given:
         shared = flow.shared

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from kvist.config import ModelConfig
 from kvist.engine.card.layers import Chosen, Layers, enter, wide_product
+from kvist.engine.card.one_row import OneRow, Output, fits, left
 from kvist.engine.card.places import CardRows, Places, places_of
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import CardWeights, EngramWeights, LayerWeights
+from kvist.kernels.best_token.gpu import best_token_gpu
 from kvist.kernels.device import require_gpu
+from kvist.kernels.device.row import Parts
 from kvist.kernels.engram.gpu import add_memory, gather_rows
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import leave_gpu
@@ -117,14 +120,28 @@ class Buffers:
             self.taken.record()
 
 
+def captured(warm: Callable[[], object], work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, after two plain runs of `warm`: operators build and keep what a graph must find."""
+    for _ in range(2):
+        warm()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
 class DeviceModel:
     """Decode steps of a packed model over a card's state.
 
     `graphs`: capture steps (on a card; refused elsewhere). `overlap`: the shared expert runs on a stream of its own, beside the
-    routed ones. Raises GpuUnavailable where the operators cannot run.
+    routed ones. `one_row`: a step of one row takes the launches made for it, where they fit. Raises GpuUnavailable where the
+    operators cannot run.
     """
 
-    def __init__(self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False) -> None:
+    def __init__(
+        self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False, one_row: bool = False
+    ) -> None:
         require_gpu()
         self.weights, self.state, self.config = weights, state, weights.config
         on_card = state.device.type == "cuda"
@@ -132,11 +149,12 @@ class DeviceModel:
             raise ValueError(f"graphs are captured on a CUDA device, the state lies on {state.device}; pass graphs=False")
         self.graphs = on_card if graphs is None else graphs
         self.layers = Layers(self.config, state, torch.cuda.Stream(state.device) if on_card and overlap else None)
+        self.one_row = OneRow(self.layers) if one_row and fits(weights, state.codes) else None
         self.side = torch.cuda.Stream(state.device) if on_card else None
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self._captured: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
         # Layers with rows share one theta and YaRN, layers without another theta.
-        self._freq = {spec.ratio > 0: inverse_frequencies(self.config, spec).to(state.device) for spec in self.config.plan.layers}
+        self.freq = {spec.ratio > 0: inverse_frequencies(self.config, spec).to(state.device) for spec in self.config.plan.layers}
 
     def buffers(self, requests: int, rows: int = 1) -> Buffers:
         """The smallest bucket with room for `requests` runs of `rows` rows. Raises `BatchTooLarge`, `RunTooLong`."""
@@ -185,11 +203,11 @@ class DeviceModel:
             x_MSD, pre_MS = spread(x_NSD, 0.0), spread(pre_NS, 0.0)
             assert x_MSD is not None and pre_MS is not None
             published = replace(chosen, topk_NK=spread(chosen.topk_NK, -1), pool_NB=spread(chosen.pool_NB, -1))
-            out = self.layer(layer, at, found, x_MSD, Mix(pre_MS, pre_MS, pre_MS), None, published)
-            outs.append(leave_gpu(out[2], out[0], out[1])[where])
+            out = self._layer(layer, at, found, x_MSD, Mix(pre_MS, pre_MS, pre_MS), None, published, None)
+            outs.append(left(out[2], out[0], out[1])[where])
         return outs
 
-    def runner(self, held: Buffers, tokens: int, *, advance: bool) -> Callable[[], None]:
+    def runner(self, held: Buffers, tokens: int, *, advance: bool) -> Callable[[], object]:
         """One step as a call, on what the buffers hold, for contexts of up to `tokens`; captured if graphs are wanted.
 
         `advance`: the step ends by making its best ids the next step's tokens, one position on: a greedy loop of nothing but
@@ -233,43 +251,66 @@ class DeviceModel:
             self.state.rows.require(slot, position + count)
 
     def _capture(self, held: Buffers, reach: int, advance: bool) -> torch.cuda.CUDAGraph:
-        """Two plain steps on padding (operators build and keep what a graph must find), then the capture."""
+        """Capture a step, after two on padding."""
         kept = held.input_4M.clone()
         held.input_4M.zero_()
         held.input_4M[2] = self.state.spare
-        for _ in range(2):
-            self.step(held, reach, advance=False)
-        torch.cuda.synchronize(self.state.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(held, reach, advance)
+        graph = captured(lambda: self.step(held, reach, advance=False), lambda: self.step(held, reach, advance))
         held.input_4M.copy_(kept)
         return graph
 
     @torch.inference_mode()
-    def step(self, held: Buffers, reach: int, advance: bool) -> None:
+    def step(self, held: Buffers, reach: int, advance: bool) -> Tensor | None:
+        """One step on what the buffers hold; the rows' target states [M, targets*D] if there are draft blocks."""
         rows = held.card_rows
         found, at = self.remember(rows), self.places(rows, reach)
-        x_NSD, mix, chosen, y_ND = self.streams(rows.tokens_N), Mix(held.first_MS, held.first_MS, held.first_MS), Chosen(), None
+        x_NSD, mix, chosen = self.streams(rows.tokens_N), Mix(held.first_MS, held.first_MS, held.first_MS), Chosen()
+        y_ND: Output = None
+        targets: list[Tensor] | None = None if self.weights.drafts is None else []
         for layer in self.weights.layers:
-            x_NSD, mix, y_ND, chosen = self.layer(layer, at, found, x_NSD, mix, y_ND, chosen)
-        assert y_ND is not None
+            x_NSD, mix, y_ND, chosen = self._layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
+        if isinstance(y_ND, Parts):
+            x_NSD, y_ND = left(y_ND, x_NSD, mix), None
         held.logits_MV.copy_(self.logits(x_NSD, mix, y_ND))
-        torch.argmax(held.logits_MV, 1, out=held.best_M)
+        best_token_gpu(held.logits_MV, None, held.best_M)
+        targets_NX = torch.cat(targets, 1) if targets else None
+        if targets_NX is not None:
+            self.state.targets[rows.slots_N, rows.positions_N % self.state.targets.shape[1]] = targets_NX
         self.keep_history(rows)
         if advance:
             held.tokens_M.copy_(held.best_M)
             held.positions_M.add_(1)
+        return targets_NX
 
     def streams(self, token_N: Tensor) -> Tensor:
         """Embedded tokens, copied to all streams [N,S,D]."""
         return self.weights.embed[token_N].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
 
-    def logits(self, x_NSD: Tensor, mix: Mix, y_ND: Tensor) -> Tensor:
-        """float32 [N,V] behind the last layer's streams, coefficients and output."""
+    def logits(self, x_NSD: Tensor, mix: Mix, y_ND: Tensor | None) -> Tensor:
+        """float32 [N,V] behind the last layer's streams, coefficients and output (None: folded in already)."""
         # The pass that leaves the last layer also collapses and norms: its coefficients are not used.
         ended = enter(self.config, replace(self.weights.layers[-1].moe_mix, norm=self.weights.norm), y_ND, x_NSD, mix)
         return wide_product(ended.h_ND, self.weights.head)
+
+    def _layer(
+        self,
+        layer: LayerWeights,
+        at: Places,
+        found: dict[int, Tensor],
+        x_NSD: Tensor,
+        mix: Mix,
+        y_ND: Output,
+        chosen: Chosen,
+        targets: list[Tensor] | None,
+    ) -> tuple[Tensor, Mix, Output, Chosen]:
+        """`layer`, or its launches for one row."""
+        if self.one_row is None or len(x_NSD) != 1:
+            assert not isinstance(y_ND, Parts)
+            return self.layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
+        if layer.engram is not None:
+            x_NSD, y_ND = left(y_ND, x_NSD, mix), None
+            self._add_engram(layer.engram, at, found[layer.spec.index], x_NSD)
+        return self.one_row.layer(layer, at, x_NSD, mix, y_ND, chosen, targets)
 
     def layer(
         self,
@@ -280,14 +321,20 @@ class DeviceModel:
         mix: Mix,
         y_ND: Tensor | None,
         chosen: Chosen,
+        targets: list[Tensor] | None = None,
     ) -> tuple[Tensor, Mix, Tensor, Chosen]:
-        """Both halves; the output of the second is folded into the streams by whoever enters next."""
+        """Both halves; the output of the second is folded into the streams by whoever enters next.
+
+        `targets` takes the stream means [N,D] of the layers that the draft blocks look at.
+        """
         c = self.config
         if layer.engram is not None:
             if y_ND is not None:
                 x_NSD, y_ND = leave_gpu(y_ND, x_NSD, mix), None
             self._add_engram(layer.engram, at, found[layer.spec.index], x_NSD)
         entered = enter(c, layer.attention_mix, y_ND, x_NSD, mix)
+        if targets is not None and layer.spec.index in c.dspark_target_layer_ids:
+            targets.append(entered.x_NSD.mean(1))
         y_ND, chosen = self.layers.attention(layer, at, entered, chosen)
         entered = enter(c, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
         return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen
@@ -327,4 +374,4 @@ class DeviceModel:
 
     def places(self, rows: CardRows, reach: int) -> Places:
         """Where the rows of a pass stand; `reach` from `reach_of`."""
-        return places_of(rows, self.state, self.config, self._freq, reach)
+        return places_of(rows, self.state, self.config, self.freq, reach)

@@ -77,7 +77,7 @@ class Layers:
         pages = None if spec.ratio == 0 or chosen.source is None else self.state.pages[chosen.source]
         out_NHC = attend_packed(
             q_NHC, ring, at.span_N2, at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
-            window=self.plan.window, rope=rope,
+            window=at.longest or self.plan.window, rope=rope,
         )  # fmt: skip
         return self.out(w, out_NHC), chosen
 
@@ -137,7 +137,7 @@ class Layers:
         assert quantised is not None
         shared_ND = self._shared(w, quantised) if self.beside is not None else None
         ids_NK, weights_NK = route_gpu(
-            entered.h_ND, w.gate, w.bias, w.bias_image, at.text_N, k=c.n_activated_experts, temperature=c.gate_temp,
+            entered.h_ND, w.gate, w.bias, w.bias_image, at.text_N, k=w.active, temperature=c.gate_temp,
             normalise=c.norm_topk_prob, scale=c.route_scale,
         )  # fmt: skip
         routed_ND = run_bank(quantised, ids_NK, weights_NK, w.routed, c.swiglu_limit, "fp8")

@@ -53,7 +53,7 @@ class Places:
     `slot_N` int32, `slot_long_N` the same as int64, `span_N2` window [start, stop), `cell_N` places in the rings, `groups_G2`
     queries of one slot that may be scored together; `rope` (cos, sin) by kind of layer (YaRN or not), `head_rope` the YaRN table
     once an index head; by ratio: rows a query sees, where a new row goes (page -1: nowhere), its group's table, and its group's
-    tokens (ratios above 1). `tokens`: the host's bound on positions.
+    tokens (ratios above 1). `tokens`: the host's bound on positions; `longest`: the longest span where it is not the window.
     """
 
     slot_N: Tensor
@@ -70,6 +70,7 @@ class Places:
     group_rope: dict[int, Table]
     tokens: int
     members: dict[int, Members] = field(default_factory=dict)
+    longest: int | None = None
 
 
 def places_of(rows: CardRows, state: CardState, config: ModelConfig, freq: dict[bool, Tensor], reach: int) -> Places:

@@ -11,11 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from kvist.config import LayerSpec, ModelConfig
+from kvist.config import LayerSpec, ModelConfig, replace
 from kvist.engine.card.weights import (
     AttentionWeights,
     CardWeights,
     CompressorWeights,
+    DraftWeights,
     EngramWeights,
     IndexerWeights,
     LayerWeights,
@@ -88,7 +89,7 @@ def random_table(rows: int, width: int, draw: Draw, *, pinned: bool) -> StoredRo
 
 
 def random_weights(config: ModelConfig, *, table_rows: int, device: torch.device, seed: int = 0) -> CardWeights:
-    """A whole backbone. `table_rows`: rows of each Engram table (at most what the configuration names).
+    """A whole model but vision. `table_rows`: rows of each Engram table (at most what the configuration names).
 
     Raises torch.cuda.OutOfMemoryError where the card is too small; `cost.weight_bytes` says beforehand what is needed.
     """
@@ -102,13 +103,32 @@ def random_weights(config: ModelConfig, *, table_rows: int, device: torch.device
     return CardWeights(
         config=config, embed=draw.normal(config.vocab_size, config.dim, size=1.0).bfloat16(), norm=draw.ones(config.dim),
         head=draw.plain(config.vocab_size, config.dim), layers=layers, class_V=classes,
+        drafts=_drafts(config, draw) if config.n_mtp_layers else None,
+    )  # fmt: skip
+
+
+def _drafts(config: ModelConfig, draw: Draw) -> DraftWeights:
+    """Draft blocks, with as many experts as drafts have; wkv is read from the panels that it shares with wq_a."""
+    c = replace(config, n_routed_experts=config.dspark_n_routed_experts, n_activated_experts=config.dspark_n_activated_experts)
+    blocks = tuple(_layer(c, spec, draw, 0) for spec in config.plan.drafts)
+    rank, width = c.dspark_markov_rank, c.dim
+    if c.q_lora_rank % 64:
+        raise ValueError(f"a query rank of {c.q_lora_rank} is no whole panels of 64; draft blocks are drawn for such ranks only")
+    entries = []
+    for block in blocks:
+        both, at = block.attention.enter, c.q_lora_rank // 64
+        entries.append(both._replace(codes=both.codes[:, at:], scales=both.scales[:, at:], outputs=c.head_dim))
+    return DraftWeights(
+        main=draw.panels("fp8", width, len(c.dspark_target_layer_ids) * width), main_norm=draw.ones(width), blocks=blocks,
+        entries=tuple(entries), norm=draw.ones(width), markov_embed=draw.normal(c.vocab_size, rank, size=1.0).bfloat16(),
+        markov_head=draw.plain(c.vocab_size, rank), confidence=draw.normal(width + rank, size=(width + rank) ** -0.5),
     )  # fmt: skip
 
 
 def _layer(config: ModelConfig, spec: LayerSpec, draw: Draw, table_rows: int) -> LayerWeights:
     c = config
     moe = MoeWeights(
-        gate=draw.plain(c.n_routed_experts, c.dim), bias=draw.normal(c.n_routed_experts, size=0.02),
+        active=c.n_activated_experts, gate=draw.plain(c.n_routed_experts, c.dim), bias=draw.normal(c.n_routed_experts, size=0.02),
         bias_image=draw.normal(c.n_routed_experts, size=0.02),
         routed=draw.bank("fp4", c.dim, c.moe_inter_dim, c.n_routed_experts), shared=draw.bank("fp8", c.dim, c.moe_inter_dim, 1),
     )  # fmt: skip

@@ -60,6 +60,9 @@ class CardState:
             for spec in self.plan.kv_sources
             if spec.ratio > 1
         }
+        # What the draft blocks' windows are computed from, so that steps which do not draft need not fill them.
+        seen = len(config.dspark_target_layer_ids) * config.dim if self.plan.drafts else 0
+        self.targets = torch.zeros(slots + 1 if seen else 0, cells, seen, dtype=torch.bfloat16, device=device)
         self.history = torch.full((slots + 1, self.kept + rows), NONE, dtype=torch.int64, device=device)
         self.rows.set_pages(self.spare, [pages])
 
@@ -74,8 +77,8 @@ class CardState:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        parts = (self.rows.bytes_PB, self.rows.table_device, self.codes, self.scales, self.history, *self.tails.values())
-        return sum(part.nbytes for part in parts)
+        parts = (self.rows.bytes_PB, self.rows.table_device, self.codes, self.scales, self.history, self.targets)
+        return sum(part.nbytes for part in (*parts, *self.tails.values()))
 
     def ring(self, layer: int) -> WindowRows:
         """One layer's window entries."""
@@ -103,9 +106,10 @@ class CardState:
         mine, theirs = (rows.table[at, :count].long() for rows, at in ((self.rows, slot), (memory.rows, other)))
         self.rows.bytes_PB[mine.to(self.device)] = memory.bytes_PB[theirs.to(memory.device)].to(self.device)
         cells = self.codes.shape[2]
-        for layer in range(len(self.plan.layers)):
+        for layer in range(len(self.codes)):
             entries_TC = memory.window(layer, other, position)[-self.plan.window :]
-            if len(entries_TC) < min(position, self.plan.window - 1):
+            # The draft blocks' windows are theirs to fill: what is there is taken.
+            if layer < len(self.plan.layers) and len(entries_TC) < min(position, self.plan.window - 1):
                 raise ValueError(
                     f"layer {layer} holds {len(entries_TC)} window entries before position {position}; replay "
                     f"{min(position, self.plan.window - 1)} first"

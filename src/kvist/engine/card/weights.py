@@ -13,25 +13,15 @@ from torch import Tensor
 
 from kvist.config import LayerSpec, ModelConfig
 from kvist.kernels.device import PanelWeight, pack_fp4_panels, pack_fp8_panels, stack_panels
+from kvist.kernels.device.stored import bf16, fp4_codes, fp8_codes
 from kvist.kernels.engram.gpu import HashTables, StoredRows
 from kvist.kernels.experts.gpu import GpuBank
 from kvist.model.attention import Attention, Compressor, Indexer
 from kvist.model.block import Block
+from kvist.model.dspark import DraftBlock, DraftBlocks
 from kvist.model.engram import Engram, hash_plan
 from kvist.model.moe import Expert, MoE
 from kvist.model.transformer import Transformer
-from kvist.quant import (
-    dequantise_fp4_weight,
-    dequantise_fp8_weight,
-    quantise_fp4_weight,
-    quantise_fp8_weight,
-)
-
-Codes = tuple[Tensor, Tensor]
-
-
-class NotReleasedFormat(ValueError):
-    """A weight whose values its released format cannot hold: packing would change the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +69,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeWeights:
-    """`gate` bfloat16 [E, D], both biases float32 [E], the routed experts and the shared one."""
+    """`gate` bfloat16 [E, D], both biases float32 [E], the routed experts, of which a row takes `active`, and the shared one."""
 
+    active: int
     gate: Tensor
     bias: Tensor
     bias_image: Tensor
@@ -111,8 +102,26 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftWeights:
+    """The draft blocks: `main` panels [D, targets*D]; `blocks` and, of each, `entries`: the panels of its wkv [C, D] alone.
+
+    float32 norms [D]; `markov_embed` and `markov_head` bfloat16 [V, M]; `confidence` float32 [D + M].
+    """
+
+    main: PanelWeight
+    main_norm: Tensor
+    blocks: tuple[LayerWeights, ...]
+    entries: tuple[PanelWeight, ...]
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Tensor
+    confidence: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardWeights:
-    """The model: `embed` and `head` bfloat16 [V, D], `norm` float32 [D], `class_V` int64 (None without Engram)."""
+    """The model: `embed` and `head` bfloat16 [V, D], `norm` float32 [D], `class_V` int64 (None without Engram), `drafts` or
+    None."""
 
     config: ModelConfig
     embed: Tensor
@@ -120,30 +129,7 @@ class CardWeights:
     head: Tensor
     layers: tuple[LayerWeights, ...]
     class_V: Tensor | None
-
-
-def fp8_codes(weight: Tensor, name: str) -> Codes:
-    """Codes and scales of values that FP8 with 32x32 scales holds exactly. Raises `NotReleasedFormat`."""
-    codes, scales = quantise_fp8_weight(weight)
-    if not torch.equal(dequantise_fp8_weight(codes, scales, torch.float32), weight.detach().float()):
-        raise NotReleasedFormat(f"{name} has values that FP8 with a scale for 32 x 32 cannot hold; convert the checkpoint first")
-    return codes, scales
-
-
-def fp4_codes(weight: Tensor, name: str) -> Codes:
-    """Codes and scales of values that FP4 with 1x32 scales holds exactly. Raises `NotReleasedFormat`."""
-    codes, scales = quantise_fp4_weight(weight)
-    if not torch.equal(dequantise_fp4_weight(codes, scales, torch.float32), weight.detach().float()):
-        raise NotReleasedFormat(f"{name} has values that FP4 with a scale for 32 cannot hold; convert the checkpoint first")
-    return codes, scales
-
-
-def bf16(weight: Tensor, name: str) -> Tensor:
-    """The weight as bfloat16, if that holds it. Raises `NotReleasedFormat`."""
-    short = weight.detach().bfloat16()
-    if not torch.equal(short.float(), weight.detach().float()):
-        raise NotReleasedFormat(f"{name} has values that bfloat16 cannot hold; the release stores it so")
-    return short
+    drafts: DraftWeights | None = None
 
 
 def _on(weight: PanelWeight, device: torch.device) -> PanelWeight:
@@ -159,7 +145,7 @@ def _float(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def pack(model: Transformer, tables: dict[int, StoredRows], device: torch.device) -> CardWeights:
-    """Every weight of the backbone on the device; `tables` by Engram layer. Drafts and vision stay outside.
+    """Every weight of backbone and draft blocks on the device; `tables` by Engram layer. Vision stays outside.
 
     Raises `NotReleasedFormat` for weights that are not what a released file can hold, ValueError for a missing table.
     """
@@ -181,16 +167,33 @@ def pack(model: Transformer, tables: dict[int, StoredRows], device: torch.device
             assert block.spec.engram is not None
             hashes = hash_tables(config, block.spec.engram, pad, device)
             engram = _engram(block.engram, hashes, tables[block.spec.index], name, device)
-        layers.append(
-            LayerWeights(
-                spec=block.spec, attention=_attention(block.attn, name, device), moe=_moe(block.ffn, name, device),
-                attention_mix=_mix(block, "attn", device), moe_mix=_mix(block, "ffn", device), engram=engram,
-            )
-        )  # fmt: skip
+        layers.append(_layer(block, name, engram, device))
     return CardWeights(
         config=config, embed=bf16(model.embed.weight, "embed").to(device), norm=_float(model.norm.weight, device),
         head=bf16(model.head.weight, "head").to(device), layers=tuple(layers),
         class_V=None if model.token_classes_V is None else model.token_classes_V.to(device),
+        drafts=None if model.mtp is None else _drafts(model.mtp, device),
+    )  # fmt: skip
+
+
+def _layer(block: Block, name: str, engram: EngramWeights | None, device: torch.device) -> LayerWeights:
+    return LayerWeights(
+        spec=block.spec, attention=_attention(block.attn, name, device), moe=_moe(block.ffn, name, device),
+        attention_mix=_mix(block, "attn", device), moe_mix=_mix(block, "ffn", device), engram=engram,
+    )  # fmt: skip
+
+
+def _drafts(blocks: DraftBlocks, device: torch.device) -> DraftWeights:
+    parts = [block for block in blocks if isinstance(block, DraftBlock)]
+    first, last = parts[0], parts[-1]
+    return DraftWeights(
+        main=_fp8(first.main_proj.weight, "mtp.0.main_proj", device), main_norm=_float(first.main_norm.weight, device),
+        blocks=tuple(_layer(block, f"mtp.{i}", None, device) for i, block in enumerate(parts)),
+        entries=tuple(_fp8(block.attn.wkv.weight, f"mtp.{i}.wkv", device) for i, block in enumerate(parts)),
+        norm=_float(last.norm.weight, device),
+        markov_embed=bf16(last.markov_head.embed.weight, "markov_head.embed").to(device),
+        markov_head=bf16(last.markov_head.head.weight, "markov_head.head").to(device),
+        confidence=_float(last.confidence_head.proj.weight, device).flatten(),
     )  # fmt: skip
 
 
@@ -262,7 +265,7 @@ def _moe(moe: MoE, name: str, device: torch.device) -> MoeWeights:
     shared = GpuBank(*_swiglu(moe.shared_experts, "fp8", f"{name}.shared", device))
     routed = GpuBank(stack_panels([up for up, _ in pairs]), stack_panels([down for _, down in pairs]))
     return MoeWeights(
-        gate=bf16(moe.gate.weight, f"{name}.gate").to(device), bias=_float(moe.gate.bias, device),
+        active=moe.gate.n_active, gate=bf16(moe.gate.weight, f"{name}.gate").to(device), bias=_float(moe.gate.bias, device),
         bias_image=_float(moe.gate.bias_vl, device), routed=routed, shared=shared,
     )  # fmt: skip
 

@@ -1,0 +1,109 @@
+"""The draft blocks on a card: windows filled from target states, and a block of tokens proposed behind each request's newest.
+
+The meaning stands in `model/dspark.py`. Everything stays on the device, so that a proposal can be captured in a CUDA graph. A
+block's own entries stand in the rings behind the window until the positions are computed: rings are long enough (`most_rows`).
+Must not know verification, acceptance or costs. Shapes: N rows, R requests, B drafts of a block, D model width, S streams.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvist.engine.card.layers import Chosen, wide_product
+from kvist.engine.card.places import Places
+from kvist.kernels.best_token.gpu import best_token_gpu
+from kvist.kernels.hyper_connections import Mix
+from kvist.kernels.hyper_connections.gpu import leave_gpu
+from kvist.kernels.linear.gpu import linear_gpu
+from kvist.kernels.quantise.gpu import rows_gpu, write_rows
+from kvist.model.layers import rotary_table
+
+if TYPE_CHECKING:
+    from kvist.engine.card.device_model import DeviceModel
+
+
+class Proposed(NamedTuple):
+    """float32 logits [R,B,V] before the token before each place is known, int64 tokens [R,B], and float32 [R,B] logits of the
+    confidence that each is accepted if those before it are."""
+
+    base_RBV: Tensor
+    tokens_RB: Tensor
+    confidence_RB: Tensor
+
+
+class CardDrafts:
+    """The draft blocks of a model with such weights. Raises ValueError without, or where rings are too short for a block."""
+
+    def __init__(self, model: DeviceModel) -> None:
+        weights, config, state = model.weights.drafts, model.config, model.state
+        if weights is None:
+            raise ValueError("this model's weights have no draft blocks")
+        size, rows = config.dspark_block_size, state.most_rows
+        if rows < size:
+            raise ValueError(f"a block of {size} drafts needs a state that takes back as many rows; this one takes back {rows}")
+        self.model, self.weights, self.config, self.state = model, weights, config, state
+        self.block = config.dspark_block_size
+        self.freq = model.freq[False]
+
+    @torch.inference_mode()
+    def observe(self, targets_NX: Tensor, position_N: Tensor, slot_N: Tensor) -> None:
+        """Fill the blocks' windows at these positions from target states, bfloat16 [N, targets*D]."""
+        c, w = self.config, self.weights
+        main_ND = linear_gpu(rows_gpu(targets_NX, form="fp8"), w.main, None, 1)
+        context_ND = rows_gpu(main_ND, form="fp8", norm=(w.main_norm, c.norm_eps))
+        cell_N, table = position_N % self.state.codes.shape[2], rotary_table(position_N, self.freq)
+        for block, entry in zip(w.blocks, w.entries, strict=True):
+            ring = self.state.ring(block.spec.index)
+            assert ring.scales is not None
+            write_rows(
+                linear_gpu(context_ND, entry, None, 1), ring.values, ring.scales, slot_N, cell_N, form="fp8",
+                norm=(block.attention.entry_norm, c.norm_eps), table=table,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def propose(self, first_R: Tensor, position_R: Tensor, slot_R: Tensor) -> Proposed:
+        """A block a request behind the accepted `position_R` (whose window is filled), given the token at the next position."""
+        c, requests = self.config, len(first_R)
+        ids_RB = torch.full((requests, self.block), c.dspark_noise_token_id, dtype=torch.int64, device=first_R.device)
+        ids_RB[:, 0] = first_R
+        at, x_NSD = self._places(position_R, slot_R), self.model.streams(ids_RB.flatten())
+        first_NS = torch.zeros(len(x_NSD), c.hc_mult, device=x_NSD.device)
+        first_NS[:, 0] = 1.0
+        mix, chosen, y_ND = Mix(first_NS, first_NS, first_NS), Chosen(), None
+        for block in self.weights.blocks:
+            x_NSD, mix, y_ND, chosen = self.model.layer(block, at, {}, x_NSD, mix, y_ND, chosen)
+        assert y_ND is not None
+        x_NSD = leave_gpu(y_ND, x_NSD, mix)
+        x_ND = (x_NSD.float() * mix.pre_NS.unsqueeze(2)).sum(1).bfloat16()
+        return self._heads(x_ND, first_R)
+
+    def _heads(self, x_ND: Tensor, first_R: Tensor) -> Proposed:
+        """Logits of all places, then the places in turn, each corrected by the token before it."""
+        w, requests = self.weights, len(first_R)
+        base_NV = wide_product(rows_gpu(x_ND, norm=(w.norm, self.config.norm_eps)), self.model.weights.head)
+        base_RBV = base_NV.unflatten(0, (requests, self.block))
+        previous_R, tokens, embedded = first_R, [], []
+        for place in range(self.block):
+            e_RM = w.markov_embed[previous_R]
+            previous_R = best_token_gpu(base_RBV[:, place], (e_RM, w.markov_head))
+            tokens.append(previous_R)
+            embedded.append(e_RM)
+        state_RBX = torch.cat([x_ND.unflatten(0, (requests, self.block)), torch.stack(embedded, 1)], 2)
+        return Proposed(base_RBV, torch.stack(tokens, 1), (state_RBX.float() * w.confidence).sum(2))
+
+    def _places(self, position_R: Tensor, slot_R: Tensor) -> Places:
+        """All rows of a block see the window before it and the whole block."""
+        size, window = self.block, self.config.plan.window
+        position_N = (position_R.unsqueeze(1) + torch.arange(1, size + 1, device=position_R.device)).flatten()
+        slot_N = slot_R.repeat_interleave(size)
+        stop_R = position_R + size + 1
+        span_R2 = torch.stack([(position_R + 1 - window).clamp_min(0), stop_R], 1)
+        return Places(
+            slot_N=slot_N.int(), slot_long_N=slot_N, span_N2=span_R2.repeat_interleave(size, 0),
+            cell_N=position_N % self.state.codes.shape[2], text_N=torch.ones_like(slot_N, dtype=torch.bool),
+            groups_G2=slot_N.new_zeros(0, 2, dtype=torch.int32), rope={False: rotary_table(position_N, self.freq)},
+            head_rope=None, visible={}, page={}, row={}, group_rope={}, tokens=0, longest=window + size,
+        )  # fmt: skip
