@@ -1,4 +1,4 @@
-"""nano, one stream, decode at 4K and 16K of context on the CPU: native operators against the reference, and calls a token."""
+"""nano, one stream, decode at 4K and 16K of context on the CPU: whole layers against operators and the reference, and calls a token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase
+from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase, WrongResult
+from benchmarks.nano_batch import paged_session
 from benchmarks.nano_model import (
     count_calls,
     decode_bytes,
@@ -15,6 +16,7 @@ from benchmarks.nano_model import (
     observe_cost,
     on_one_thread,
     prefilled,
+    prompt,
     read_bandwidth,
     require_close,
     twin,
@@ -33,6 +35,19 @@ def _decode(session: Session, sequence: Sequence, tokens: int = TOKENS) -> torch
     return torch.cat(logits)
 
 
+def paged(ids: torch.Tensor, tokens: int) -> tuple[Session, Sequence]:
+    """A session on pages with room for `tokens` more that has read the prompt: layers run as one native call each."""
+    session, sequences = paged_session([ids], tokens)
+    return session, sequences[0]
+
+
+def _require_one_meaning(one: tuple[Session, Sequence], session: Session, sequence: Sequence) -> None:
+    """Whole layers over pages give the bits of the operators one by one over dense memory. Raises `WrongResult`."""
+    ours, theirs = _decode(*one, tokens=4), _decode(*twin(session, sequence, "cpu"), tokens=4)
+    if not torch.equal(ours, theirs):
+        raise WrongResult(f"whole layers differ from their operators by {float((ours - theirs).abs().max())}")
+
+
 def _single(session: Session, sequence: Sequence, impl: str) -> torch.Tensor:
     """Logits [16,V] of 16 different next tokens, none of which sees another."""
     logits = []
@@ -47,6 +62,8 @@ def _build(options: Options) -> Iterator[Case]:
     gate()
     for context in (512,) if options.quick else (4096, 16384):
         session, sequence = prefilled("cpu", context)
+        whole = paged(prompt(context), TOKENS * (options.rounds + 4))
+        _require_one_meaning(whole, session, sequence)
         reference, reference_sequence = twin(session, sequence, "ref")
 
         def check(state: tuple[Session, Sequence] = (session, sequence)) -> None:
@@ -57,17 +74,18 @@ def _build(options: Options) -> Iterator[Case]:
         yield TimedCase(
             name=label,
             variants={
-                "cpu": lambda s=session, q=sequence: _decode(s, q),  # type: ignore[misc]
+                "whole layers, pages": lambda o=whole: _decode(*o),  # type: ignore[misc]
+                "operators one by one": lambda s=session, q=sequence: _decode(s, q),  # type: ignore[misc]
                 "ref, 1 thread": lambda s=reference, q=reference_sequence: on_one_thread(lambda: _decode(s, q)),  # type: ignore[misc]
             },
-            subject="cpu",
+            subject="whole layers, pages",
             check=check,
             work=TOKENS,
             unit="tokens/s",
             floor=read_bandwidth() / moved,
             moved_bytes=moved * TOKENS,
         )
-        yield from _calls(label, session, sequence, reference, reference_sequence)
+        yield from _calls(label, *whole, reference, reference_sequence)
 
 
 def _calls(label: str, session: Session, sequence: Sequence, other: Session, other_sequence: Sequence) -> Iterator[Case]:

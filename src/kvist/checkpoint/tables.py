@@ -13,6 +13,7 @@ from torch import Tensor
 from kvist.checkpoint.tensors import TensorFiles
 from kvist.config import ModelConfig
 from kvist.inventory import Parameter, Storage, parameters
+from kvist.kernels.engram.cpu import table_rows
 from kvist.quant import unpack_fp8
 
 TableAccess = Literal["mmap", "memory"]
@@ -34,6 +35,10 @@ class EngramTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """int64 ids [...] on any device -> values [..., dim] there. Touches only these rows. ValueError: id out of range."""
+        if self.dtype is torch.float32:
+            found = table_rows(self.codes, self.scales, ids)
+            if found is not None:
+                return found
         at = check_row_ids(ids, len(self.codes), self.codes.device)
         values = unpack_fp8(self.codes[at], self.scales[at], self.dtype)
         return values.view(*ids.shape, self.codes.shape[1]).to(ids.device)

@@ -89,11 +89,9 @@ class Block(nn.Module):
         if places is None:
             return None
         whole = self._native
-        if whole is None or whole.block is not self or not whole.current():
-            if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules()):
-                return None
+        if whole is None or whole.block is not self or not whole.current(moved=rows.many):
             whole = self._native = WholeLayer(self)
-        return whole, places
+        return None if whole.watched else (whole, places)
 
     def enter(self, half: str, x_NSD: Tensor, pre_NS: Tensor) -> tuple[Tensor, Mix]:
         """The normed input of one half and that half's coefficients."""

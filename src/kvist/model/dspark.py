@@ -20,6 +20,7 @@ from kvist.model.layers import Linear, QuantLinear, RMSNorm, embedding
 from kvist.model.memory import DraftMemory, LayerPlaces, Shared
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, consecutive_rows
+from kvist.model.whole_layer import WindowEntries
 
 
 class Draft(NamedTuple):
@@ -102,6 +103,7 @@ class DraftBlocks(nn.ModuleList):
     def __init__(self, config: ModelConfig, numerics: Numerics, *, own_experts: bool = True) -> None:
         super().__init__(DraftBlock(config, numerics, index, own_experts=own_experts) for index in range(config.n_mtp_layers))
         self.config, self.numerics = config, numerics
+        self._native: WindowEntries | None = None
 
     def context(self, targets: tuple[Tensor, ...]) -> Tensor:
         """Stream means of the target layers' inputs, each [N,D] -> the vector c [N,D] all blocks condition on."""
@@ -112,9 +114,27 @@ class DraftBlocks(nn.ModuleList):
     def observe(self, targets: tuple[Tensor, ...], rows: Rows, memory: DraftMemory) -> None:
         """Fill the draft windows from accepted tokens' target states."""
         context_ND = self.context(targets)
+        if self._keep_natively(context_ND, rows, memory):
+            return
         for block in self:
             assert isinstance(block, DraftBlock)
             memory.write_window(block.spec.index, rows, block.attn.window_entries(context_ND, rows))
+
+    def _keep_natively(self, context_ND: Tensor, rows: Rows, memory: DraftMemory) -> bool:
+        """All blocks' entries in one native call, where memory and numerics allow it."""
+        first = self[0]
+        assert isinstance(first, DraftBlock)
+        if not first.servable or torch.is_grad_enabled() or not len(context_ND):
+            return False
+        places = memory.places(rows, block=False)
+        if places is None:
+            return False
+        if self._native is None or not self._native.current(moved=rows.many):
+            self._native = WindowEntries([block for block in self if isinstance(block, DraftBlock)])
+        if self._native.watched:
+            return False
+        self._native.write(context_ND, rows, places)
+        return True
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvist.kernels.native.layer import LayerPass
 from kvist.model.layers import rotary_table
 
 
@@ -38,6 +39,7 @@ class Rows:
 
     `token_ids_N`, `positions_N` int64; `text_N` bool, False inside an image span; `engram_LNX` int64 table rows per Engram
     layer (columns: 2-gram heads, 3-gram heads, ...); `features_FD` replaces the embedding at rows `feature_rows_F`.
+    `begun` is `whole_layer`'s: what it made once for the pass, and whose addresses that holds.
     """
 
     token_ids_N: Tensor
@@ -48,9 +50,15 @@ class Rows:
     features_FD: Tensor | None = None
     feature_rows_F: Tensor | None = None
     _rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    begun: dict[tuple[int, int], tuple[LayerPass, object]] = field(default_factory=dict, compare=False, repr=False)
     _rotary_at: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    @property
+    def many(self) -> bool:
+        """Whether some request has more than one row: a prompt, drafts to verify."""
+        return len(self.token_ids_N) != len(self.segments)
 
     def rotary(self, freq_P: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary table of these positions for one frequency vector, computed once a forward pass."""

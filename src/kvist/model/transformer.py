@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kvist.config import ModelConfig
+from kvist.kernels.engram.cpu import ngram_rows
 from kvist.kernels.experts import ExpertBank
 from kvist.kernels.hyper_connections.ref import collapse
 from kvist.model.block import Block
 from kvist.model.dspark import DraftBlocks
-from kvist.model.engram import EngramReader, hash_rows
+from kvist.model.engram import EngramReader, hash_plan, hash_rows
 from kvist.model.layers import Linear, RMSNorm, embedding
 from kvist.model.memory import Shared, SharedMemory
 from kvist.model.numerics import Numerics
@@ -64,6 +65,7 @@ class Transformer(nn.Module):
             for name in ("image_start", "image_newline", "image_end"):
                 self.register_parameter(name, nn.Parameter(torch.zeros(config.dim, dtype=numerics.dtype)))
         self.token_classes_V: Tensor | None = None
+        self.pad_class = 0
         self.targets = frozenset(config.dspark_target_layer_ids) if config.n_mtp_layers else frozenset()
 
     def attach_engram(self, token_classes_V: Tensor, readers: Mapping[int, EngramReader]) -> None:
@@ -71,7 +73,8 @@ class Transformer(nn.Module):
         missing = [layer for layer in self.config.engram_layer_ids if layer not in readers]
         if missing:
             raise ValueError(f"Engram layers {missing} have no table reader")
-        self.token_classes_V = token_classes_V.long()
+        self.token_classes_V = token_classes_V.long().contiguous()
+        self.pad_class = int(self.token_classes_V[self.config.engram_pad_id])
         for layer in self.config.engram_layer_ids:
             block = self.layers[layer]
             assert isinstance(block, Block) and block.engram is not None
@@ -103,8 +106,15 @@ class Transformer(nn.Module):
             return None
         if self.token_classes_V is None:
             raise ValueError("Engram layers need token classes; call attach_engram first")
+        if self.numerics.product_impl == "cpu":
+            plan, limit = hash_plan(self.config), min(self.config.vocab_size, len(self.token_classes_V))
+            sizes = limit, self.config.engram_compressed_vocab_size, self.pad_class
+            keys = plan.multipliers, plan.primes, plan.offsets
+            found_LTX = ngram_rows(ids_T, text_T, start, self.token_classes_V, *sizes, *keys)
+            if found_LTX is not None:
+                return found_LTX
         classes_T = self.token_classes_V[self.check_ids(ids_T)]
-        return hash_rows(self.config, classes_T, text_T, int(self.token_classes_V[self.config.engram_pad_id]), start)
+        return hash_rows(self.config, classes_T, text_T, self.pad_class, start)
 
     def check_ids(self, ids: Tensor) -> Tensor:
         """The ids, if all lie in the vocabulary (and have a class); else ValueError naming the first bad one."""

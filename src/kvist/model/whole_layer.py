@@ -7,7 +7,7 @@ over a memory that gives `LayerPlaces`. Must not know schedules, pages or reques
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,18 @@ from kvist.kernels.experts import ExpertBank, PackedBank, Triple
 from kvist.kernels.experts.cpu import packed_expert
 from kvist.kernels.hyper_connections.cpu import MOST_STREAMS
 from kvist.kernels.native import f32, native_or_none, packed, threads
-from kvist.kernels.native.layer import AttentionHalf, Entrance, ExpertsHalf, Layer, LayerPass, Matrix, run_layer
+from kvist.kernels.native.layer import (
+    AttentionHalf,
+    Entrance,
+    ExpertsHalf,
+    Layer,
+    LayerPass,
+    Matrix,
+    WindowBlocks,
+    keep_windows,
+    run_layer,
+)
+from kvist.kernels.quantise.cpu import GROUP
 from kvist.kernels.sparse_attention.pages import lost_window
 from kvist.model.memory import LayerPlaces, Shared
 from kvist.model.moe import ModuleBank
@@ -26,20 +37,102 @@ from kvist.model.rows import Rows
 
 if TYPE_CHECKING:
     from kvist.model.block import Block
-    from kvist.model.layers import Linear, QuantLinear, RMSNorm
+    from kvist.model.layers import Linear, QuantLinear
 
 NONE = Matrix()
 _version = attrgetter("_version")
 
 
-class WholeLayer:
+def begin_pass(rows: Rows, places: LayerPlaces, freq_P: Tensor) -> LayerPass:
+    """What all layers of a pass that rotate alike get, in a structure of the caller's own."""
+    key = id(places), id(freq_P)
+    if key not in rows.begun:
+        text_N, (cos, sin), segments = rows.text_N.contiguous(), rows.rotary(freq_P), places.segments_S5
+        given = LayerPass(
+            segments.data_ptr(), len(segments), len(text_N), places.block, text_N.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        )
+        given.threads = threads()
+        rows.begun[key] = given, (places, text_N, freq_P, cos, sin)
+    return LayerPass.from_buffer_copy(rows.begun[key][0])
+
+
+class PackedWeights:
+    """Weights that native code reads by address: packed copies or plain values, and whether they are still the module's."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._held: list[Tensor] = []
+        self._counted: list[Tensor] = []
+        self._kept: list[object] = []
+        self._hooks: list[dict[int, Any]] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody listens to a module: then it has to be called."""
+        return any(self._hooks)
+
+    def current(self, *, moved: bool = True) -> bool:
+        """Whether every weight is the one that was packed, unchanged. `moved` False: only whether one was written to.
+
+        A weight exchanged for another or moved is looked for where a prompt runs, not for every token of a reply: with all
+        of a model's weights out of the caches the question costs a tenth of a small model's step.
+        """
+        if list(map(_version, self._counted)) != self._versions:
+            return False
+        if not moved:
+            return True
+        same = all(map(is_, [found[name] for found, name in self._places], self._held))
+        return same and list(map(Tensor.data_ptr, self._held)) == self._addresses
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """All weights are taken: remember their state, and the listeners of `modules`."""
+        self._counted = [w for w in self._held if not w.is_inference()]
+        self._versions, self._addresses = list(map(_version, self._counted)), list(map(Tensor.data_ptr, self._held))
+        for module in modules:
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+
+    def linear(self, module: Linear | QuantLinear, groups: int = 1) -> Matrix:
+        """A linear layer's weight."""
+        return self.matrix(module, "weight", groups)
+
+    def matrix(self, module: nn.Module, name: str, groups: int = 1, *, wide: bool = False) -> Matrix:
+        """A packed parameter; see `packed`."""
+        weight = self.hold(module, name)
+        copy = packed(weight, groups, wide=wide)
+        self.keep(copy)
+        return Matrix.of(copy, weight.shape[1], groups)
+
+    def values(self, module: nn.Module, name: str = "weight") -> int:
+        """Address of a parameter as contiguous float32."""
+        values = f32(self.hold(module, name).detach())
+        self.keep(values)
+        return values.data_ptr()
+
+    def hold(self, module: nn.Module, name: str) -> Tensor:
+        """A parameter whose changes count."""
+        weight = module._parameters[name]
+        assert weight is not None
+        self._places.append((module._parameters, name))
+        self._held.append(weight)
+        return weight
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a model has its own: addresses are not copied."""
+        return type(None), ()
+
+    def keep(self, *owners: object) -> None:
+        """Keep alive what addresses were taken of."""
+        self._kept += owners
+
+
+class WholeLayer(PackedWeights):
     """The structure of one block for native code, valid as long as no weight is written to, moved or exchanged."""
 
     def __init__(self, block: Block) -> None:
+        super().__init__()
         self.block = block
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._held: list[Tensor] = []
-        self._kept: list[object] = []
         attention = self._attention(block)
         self.bank, self.experts = block.ffn.bank, resident(block.ffn.bank)
         half = ExpertsHalf() if self.experts is None else self._experts(block)
@@ -47,59 +140,36 @@ class WholeLayer:
         pairs = c.rope_head_dim // 2
         self._layer = Layer(c.hc_mult, c.dim, pairs, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps, attention, half)
         self.address = ctypes.addressof(self._layer)
-        self._counted = [w for w in self._held if not w.is_inference()]
-        self._state = self._look()
-        self._hooks = [module._forward_hooks for module in block.modules()]
-        self._hooks += [module._forward_pre_hooks for module in block.modules()]
+        self.settle(block.modules())
 
-    def current(self) -> bool:
-        """Whether every weight is the one that was packed, unchanged, and nobody listens to a module of the block."""
-        if any(self._hooks) or self.block.ffn.bank is not self.bank:
-            return False
-        return all(map(is_, [found[name] for found, name in self._places], self._held)) and self._look() == self._state
-
-    def _look(self) -> tuple[list[int], list[int]]:
-        return list(map(_version, self._counted)), list(map(Tensor.data_ptr, self._held))
+    def current(self, *, moved: bool = True) -> bool:
+        """See `PackedWeights.current`; another bank of experts also counts."""
+        return self.block.ffn.bank is self.bank and super().current(moved=moved)
 
     def run(
         self, x_NSD: Tensor, pre_NS: Tensor, rows: Rows, places: LayerPlaces, shared: Shared, *, publish: bool
     ) -> tuple[Tensor, Tensor, Shared]:
         """See `Block.forward`; where experts are not all in memory, the streams and collapse weights before their half."""
         block, spec, c = self.block, self.block.spec, self.block.config
-        x, pre, text, count = f32(x_NSD), f32(pre_NS), rows.text_N.contiguous(), len(x_NSD)
+        x, pre, count = f32(x_NSD), f32(pre_NS), len(x_NSD)
         freq_P = block.attn.freq_P
-        cos, sin = rows.rotary(freq_P)
-        pool = shared.candidates_NB if spec.selects and spec.candidate_source is not None else None
+        given = begin_pass(rows, places, freq_P)
+        given.ring = places.ring(spec.index)
         if spec.selects:
             topk = torch.empty(count, c.index_topk, dtype=torch.int64)
-            kept = torch.empty(count, c.candidate_topk_blocks, dtype=torch.int64) if spec.publishes_candidates else None
-            shared = Shared(kv_source=spec.kv_source, topk_NK=topk, candidates_NB=shared.candidates_NB if kept is None else kept)
-        else:
-            kept = None
-        groups = None
+            pool, kept = shared.candidates_NB, shared.candidates_NB
+            if pool is not None and spec.candidate_source is not None:
+                given.pool, given.pool_blocks = pool.data_ptr(), pool.shape[1]
+            if spec.publishes_candidates:
+                kept = torch.empty(count, c.candidate_topk_blocks, dtype=torch.int64)
+                given.blocks = kept.data_ptr()
+            shared = Shared(kv_source=spec.kv_source, topk_NK=topk, candidates_NB=kept)
         if publish and spec.owns_rows:
-            table = rows.rotary_at(places.positions(spec.index), freq_P)
-            groups = places.groups(spec.index, table)
-        chosen = shared.topk_NK if spec.ratio else None
-        source = shared.kv_source if spec.ratio else None
-        given = LayerPass(
-            places.segments_S5.data_ptr(),
-            len(places.segments_S5),
-            count,
-            places.block,
-            text.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0 if source is None or chosen is None else places.source(source),
-            places.ring(spec.index),
-            0 if groups is None else ctypes.addressof(groups),
-            0 if pool is None else pool.data_ptr(),
-            0 if pool is None else pool.shape[1],
-            0 if chosen is None else chosen.shape[1],
-            0 if chosen is None else chosen.data_ptr(),
-            0 if kept is None else kept.data_ptr(),
-            threads(),
-        )
+            groups = places.groups(spec.index, rows.rotary_at(places.positions(spec.index), freq_P))
+            given.groups = ctypes.addressof(groups)
+        if spec.ratio and shared.kv_source is not None and shared.topk_NK is not None:
+            given.source = places.source(shared.kv_source)
+            given.topk, given.selected = shared.topk_NK.data_ptr(), shared.topk_NK.shape[1]
         x_out, pre_out = torch.empty_like(x), torch.empty_like(pre)
         failed = run_layer(self.address, given, x, pre, x_out, pre_out)
         if failed:
@@ -114,21 +184,21 @@ class WholeLayer:
         owned: tuple[Any, ...] = (NONE, NONE, NONE, 0, 0)
         if rows is not None:
             assert index is not None and index.wk is not None and index.k_norm is not None
-            gate = NONE if rows.wgate is None else self._linear(rows.wgate)
-            owned = (self._linear(rows.wkv), gate, self._linear(index.wk), self._norm(rows.norm), self._norm(index.k_norm))
+            gate = NONE if rows.wgate is None else self.linear(rows.wgate)
+            owned = (self.linear(rows.wkv), gate, self.linear(index.wk), self.values(rows.norm), self.values(index.k_norm))
         choice: tuple[Any, ...] = (NONE, NONE)
         if index is not None:
-            choice = self._linear(index.wq_b), self._linear(index.weights_proj)
+            choice = self.linear(index.wq_b), self.linear(index.weights_proj)
         return AttentionHalf(
             self._entrance(block, "attn"),
-            self._linear(attn.wq_a),
-            self._linear(attn.wq_b),
-            self._linear(attn.wkv),
-            self._linear(attn.wo_a, groups),
-            self._linear(attn.wo_b),
-            self._norm(attn.q_norm),
-            self._norm(attn.kv_norm),
-            self._values(attn, "attn_sink"),
+            self.linear(attn.wq_a),
+            self.linear(attn.wq_b),
+            self.linear(attn.wkv),
+            self.linear(attn.wo_a, groups),
+            self.linear(attn.wo_b),
+            self.values(attn.q_norm),
+            self.values(attn.kv_norm),
+            self.values(attn, "attn_sink"),
             *owned,
             *choice,
             c.n_heads,
@@ -146,20 +216,20 @@ class WholeLayer:
         assert self.experts is not None
         shared = ffn.shared_experts
         for layer in (shared.w1, shared.w2, shared.w3):
-            self._hold(layer, "weight")
+            self.hold(layer, "weight")
         triples = [*self.experts, (shared.w1.weight, shared.w2.weight, shared.w3.weight)]
         for module in ffn.experts.modules():
             if "weight" in module._parameters:
-                self._hold(module, "weight")
+                self.hold(module, "weight")
         packs = [packed_expert(triple) for triple in triples]
         tables = (ctypes.c_void_p * (3 * len(packs)))(*[part.pointer for triple in packs for part in triple])
         kinds = (ctypes.c_int32 * len(packs))(*[triple[0].kind for triple in packs])
-        self._kept += [packs, tables, kinds]
+        self.keep(packs, tables, kinds)
         return ExpertsHalf(
             self._entrance(block, "ffn"),
-            self._matrix(router, "weight"),
-            self._values(router, "bias"),
-            self._values(router, "bias_vl"),
+            self.matrix(router, "weight"),
+            self.values(router, "bias"),
+            self.values(router, "bias_vl"),
             ctypes.addressof(tables),
             ctypes.addressof(kinds),
             len(packs) - 1,
@@ -173,32 +243,31 @@ class WholeLayer:
 
     def _entrance(self, block: Block, half: str) -> Entrance:
         norm = block.attn_norm if half == "attn" else block.ffn_norm
-        fn = self._matrix(block, f"hc_{half}_fn", wide=True)
-        return Entrance(fn, self._values(block, f"hc_{half}_base"), self._values(block, f"hc_{half}_scale"), self._norm(norm))
+        fn = self.matrix(block, f"hc_{half}_fn", wide=True)
+        return Entrance(fn, self.values(block, f"hc_{half}_base"), self.values(block, f"hc_{half}_scale"), self.values(norm))
 
-    def _linear(self, module: Linear | QuantLinear, groups: int = 1) -> Matrix:
-        return self._matrix(module, "weight", groups)
 
-    def _matrix(self, module: nn.Module, name: str, groups: int = 1, *, wide: bool = False) -> Matrix:
-        weight = self._hold(module, name)
-        copy = packed(weight, groups, wide=wide)
-        self._kept.append(copy)
-        return Matrix.of(copy, weight.shape[1], groups)
+class WindowEntries(PackedWeights):
+    """The draft blocks' projections of an accepted token, all of them in one call."""
 
-    def _norm(self, module: RMSNorm) -> int:
-        return self._values(module, "weight")
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        parts = [block.attn for block in blocks]
+        self._layers = [block.spec.index for block in blocks]
+        self._freq_P = parts[0].freq_P
+        assert all(attn.freq_P is self._freq_P for attn in parts), "window-only layers rotate alike"
+        self._matrices = (Matrix * len(parts))(*[self.linear(attn.wkv) for attn in parts])
+        self._norms = (ctypes.c_void_p * len(parts))(*[self.values(attn.kv_norm) for attn in parts])
+        self._sizes = len(parts), blocks[0].config.head_dim, blocks[0].config.rope_head_dim // 2, blocks[0].config.norm_eps
+        self.settle(module for attn in parts for module in (attn, attn.wkv, attn.kv_norm))
 
-    def _values(self, module: nn.Module, name: str) -> int:
-        values = f32(self._hold(module, name).detach())
-        self._kept.append(values)
-        return values.data_ptr()
-
-    def _hold(self, module: nn.Module, name: str) -> Tensor:
-        weight = module._parameters[name]
-        assert weight is not None
-        self._places.append((module._parameters, name))
-        self._held.append(weight)
-        return weight
+    def write(self, context_ND: Tensor, rows: Rows, places: LayerPlaces) -> None:
+        """Window entries of contexts into the rings of all blocks."""
+        context = f32(context_ND)
+        rings = (ctypes.c_void_p * len(self._layers))(*[places.ring(layer) for layer in self._layers])
+        arrays = (self._matrices, self._norms, rings)
+        blocks = WindowBlocks(*(ctypes.addressof(array) for array in arrays), *self._sizes)
+        keep_windows(blocks, begin_pass(rows, places, self._freq_P), context)
 
 
 def resident(bank: ExpertBank) -> Sequence[Triple] | None:
@@ -212,11 +281,10 @@ def resident(bank: ExpertBank) -> Sequence[Triple] | None:
 
 
 def servable(block: Block) -> bool:
-    """Whether one native call may stand for the block: what it takes, and the row widths that the formats divide."""
+    """Whether one native call may stand for the block: its numerics, and sizes that a configuration leaves open."""
     numerics, c = block.numerics, block.config
-    if native_or_none() is None or numerics.product_impl != "cpu" or numerics.dtype is not torch.float32:
+    if numerics.product_impl != "cpu" or numerics.dtype is not torch.float32:
         return False
     if not numerics.quantise or numerics.quantise_weights or c.hc_mult > MOST_STREAMS:
         return False
-    widths: Sequence[int] = (c.dim, c.q_lora_rank, c.head_dim, c.o_groups * c.o_lora_rank, c.moe_inter_dim, c.index_head_dim)
-    return not any(width % 32 for width in widths)
+    return c.o_groups * c.o_lora_rank % GROUP["fp8"] == 0 and native_or_none() is not None

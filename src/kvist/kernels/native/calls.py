@@ -46,10 +46,18 @@ _SIGNATURES = {
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
     "kvist_layer": "pppppp",
+    "kvist_windows": "pppn",
+    "kvist_ngram_rows": "ppnnpnnn" + "pppnnnp",
+    "kvist_table_rows": "ppnnpnp",
     "kvist_uniform": "nnnnp",
     "kvist_uniform_at": "pppnnp",
 }
-_RESULTS = {"kvist_pack": ctypes.c_int, "kvist_read_rows": ctypes.c_int64}
+_RESULTS = {
+    "kvist_pack": ctypes.c_int,
+    "kvist_read_rows": ctypes.c_int64,
+    "kvist_ngram_rows": ctypes.c_int64,
+    "kvist_table_rows": ctypes.c_int64,
+}
 _CLAIMING = (
     "kvist_linear",
     "kvist_enter",
@@ -60,6 +68,7 @@ _CLAIMING = (
     "kvist_pages_attend",
     "kvist_pages_select",
     "kvist_layer",
+    "kvist_windows",
 )
 """Functions that need scratch memory: they return an int64, below zero minus the bytes that could not be had."""
 NATIVE_FUNCTIONS = tuple(_SIGNATURES)

@@ -142,6 +142,21 @@ void quantise_row(const float *x, float *y, int64_t n, int format);
 void pack_main_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n);
 void pack_key_row(const float *x, uint8_t *codes, uint8_t *scales, int64_t n);
 
+/* Values of the formats' bytes: an E4M3 code, an E8M0 scale. */
+INLINE float e4m3_value(uint8_t byte)
+{
+    int exponent = (byte >> 3) & 15, mantissa = byte & 7;
+    if ((byte & 0x7f) == 0x7f) return NAN;
+    float value = exponent ? float_of((uint32_t)(exponent + 120) << 23 | (uint32_t)mantissa << 20) : (float)mantissa * 0x1p-9f;
+    return byte & 0x80 ? -value : value;
+}
+
+INLINE float e8m0_value(uint8_t byte)
+{
+    if (byte == 255) return NAN;
+    return float_of(byte ? (uint32_t)byte << 23 : 1u << 22);
+}
+
 /* Attention of one query [heads][width] over n keys; `scratch` holds 8 (n + width) floats. */
 void attend_keys(const float *q, const float *const *keys, int64_t n, int64_t heads, int64_t width, const float *sink,
                  int round_weights, float *out, float *scratch);

@@ -236,3 +236,31 @@ int64_t kvist_layer(const layer *l, const pass *p, const float *x, const float *
     free(room.base);
     return failed;
 }
+
+/* The draft blocks' view of accepted tokens: one context, a window entry for each block. */
+typedef struct {
+    const matrix *wkv;
+    const float *const *norm;
+    const window_ring *const *ring;
+    int64_t blocks, head_width, pairs;
+    float eps;
+} window_blocks;
+
+/* context [rows][width] -> entries in every block's ring. Returns 0 or -missing; rings are then written in part. */
+int64_t kvist_windows(const window_blocks *w, const pass *p, const float *context, int64_t width)
+{
+    int64_t missing = 0, failed = 0, n = p->rows, c = w->head_width;
+    int threads = (int)p->threads;
+    float *exact = claim(n * (width + c) * 4, &missing), *entry = exact + n * width;
+    if (!exact) return -missing;
+    kvist_quantise(context, exact, n, width, FORMAT_FP8, threads);
+    for (int64_t b = 0; b < w->blocks && !failed; b++) {
+        if ((failed = apply(&w->wkv[b], exact, n, entry, -1, 1, threads))) break;
+        kvist_rms_norm(entry, w->norm[b], entry, n, c, w->eps, threads);
+        kvist_rotate(entry, p->cos, p->sin, entry, n, 1, c, w->pairs, 0, threads);
+        kvist_quantise(entry, entry, n, c, FORMAT_FP8, threads);
+        kvist_rings_write(w->ring[b], p->segments, p->count, entry);
+    }
+    free(exact);
+    return failed;
+}

@@ -94,6 +94,32 @@ class LayerPass(ctypes.Structure):
         *((name, P) for name in ("topk", "blocks")),
         ("threads", N),
     )
+    ring: int
+    groups: int
+    pool: int
+    pool_blocks: int
+    blocks: int
+    source: int
+    topk: int
+    selected: int
+    threads: int
+
+
+class WindowBlocks(ctypes.Structure):
+    """What the draft blocks' window entries are made with."""
+
+    _fields_ = (
+        *((name, P) for name in ("wkv", "norm", "ring")),
+        *((name, N) for name in ("blocks", "head_width", "pairs")),
+        ("eps", F),
+    )
+
+
+def keep_windows(blocks: WindowBlocks, given: LayerPass, context_ND: Tensor) -> None:
+    """Write every block's window entries of contiguous float32 contexts into its ring."""
+    native = native_or_none()
+    assert native is not None, "callers run the operators one by one where there is no library"
+    native.kvist_windows(ctypes.addressof(blocks), ctypes.addressof(given), context_ND.data_ptr(), context_ND.shape[1])
 
 
 def run_layer(layer: int, given: LayerPass, x_NSD: Tensor, pre_NS: Tensor, x_out_NSD: Tensor, pre_out_NS: Tensor) -> int:

@@ -27,6 +27,7 @@ int64_t kvist_experts(const float *x, const int64_t *ids, const float *weights, 
                       int64_t width, int64_t hidden, float limit, int quantise, int begun, int threads);
 void kvist_pages_write(const page_source *source, const float *main, const float *key, const int64_t *slots,
                        const int64_t *positions, int64_t count, int threads);
+void kvist_rings_write(const window_ring *ring, const segment *segments, int64_t count, const float *window);
 int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, const segment *segments, int64_t count,
                            const float *q, const float *window, const int64_t *topk, int64_t selected, const float *sink,
                            float *out, int64_t heads, int block, int threads);

@@ -6,20 +6,6 @@
 
 static const float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-static float e4m3_value(uint8_t byte)
-{
-    int exponent = (byte >> 3) & 15, mantissa = byte & 7;
-    if ((byte & 0x7f) == 0x7f) return NAN;
-    float value = exponent ? float_of((uint32_t)(exponent + 120) << 23 | (uint32_t)mantissa << 20) : (float)mantissa * 0x1p-9f;
-    return byte & 0x80 ? -value : value;
-}
-
-static float e8m0_value(uint8_t byte)
-{
-    if (byte == 255) return NAN;
-    return float_of(byte ? (uint32_t)byte << 23 : 1u << 22);
-}
-
 /* 32 values of 16 bytes of codes; each half has its scale. */
 INLINE void unpack32(const uint8_t *codes, float first, float second, float *out)
 {
