@@ -126,6 +126,45 @@ def test_a_loop_of_replays_says_what_single_steps_say() -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("contexts", [(13,), (13, 6)], ids=str)
+def test_drafts(contexts: tuple[int, ...]) -> None:
+    """A block of drafts, its heads and its tokens, with windows that the reference has filled."""
+    from kvist.engine.card.check import Beside, drafting_config
+
+    drafted = Beside(drafting_config(), contexts, 1, page_tokens=8, device=DEVICE).draft(0)
+    assert max(drafted.errors) < 0.2
+    assert drafted.tokens == drafted.follow
+    assert drafted.confidence < 0.2 * drafted.scale
+
+
+def test_speculation_counts_what_it_accepts() -> None:
+    """Cycles of drafting and plain steps: positions, and the drafts that were right by the model's own best ids."""
+    from kvist.engine.card.check import Beside, drafting_config
+    from kvist.engine.card.speculate import Luck, Speculation
+    from kvist.engine.speculation import FixedPolicy
+
+    both = Beside(drafting_config(), (13, 6), 3, rows=6, page_tokens=8, device=DEVICE)
+    luck = Luck((1.0, 0.0, 1.0, 1.0, 1.0), DEVICE)
+    loop = Speculation(both.card, FixedPolicy(3), 2, reach=24, luck=luck)
+    loop.begin([5, 7], [13, 6], [0, 1], filled=True)
+    drafted = loop.cycle()
+    assert (drafted.tokens, drafted.rows, loop.positions) == (4, 8, [15, 8]), "the first draft is right, the second is not"
+    loop.policy = FixedPolicy(0)
+    assert (loop.cycle().tokens, loop.positions) == (2, [16, 9])
+    loop.luck, loop.policy = None, FixedPolicy(1)
+    newest = loop.heads_4R[0].clone()
+    cycle = loop.cycle()
+    held = both.card.buffers(2, 2)
+    best_RL, tokens_RL = held.best_M.view(2, 2), held.tokens_M.view(2, 2)
+    right_R = best_RL[:, 0] == tokens_RL[:, 1]
+    assert torch.equal(tokens_RL[:, 0], newest)
+    assert torch.equal(tokens_RL[:, 1], loop.tokens_RB[:, 0])
+    assert torch.equal(loop.accepted_R, right_R.long())
+    assert cycle.tokens == 2 + int(right_R.sum())
+    assert torch.equal(loop.heads_4R[0], torch.where(right_R, best_RL[:, 1], best_RL[:, 0]))
+    assert loop.heads_4R[1].tolist() == loop.positions
+
+
 def test_refusals() -> None:
     from kvist.engine.card.check import Beside, small_config
     from kvist.engine.card.device_model import Batch, BatchTooLarge, RunTooLong

@@ -111,7 +111,7 @@ def best_token_gpu(logits_NV: Tensor, low_rank: tuple[Tensor, Tensor] | None, ou
     embedded_NM, head_VM = low_rank
     rank = head_VM.shape[1]
     step = min(RANK_STEP, rank)
-    if rank % step or rank < 16:
+    if rank % RANK_STEP and rank not in (16, 32):
         raise ValueError(f"a bias of rank {rank}; impl 'gpu' takes 16, 32 or a multiple of {RANK_STEP}")
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(n)))
     _best_biased[(triton.cdiv(size, TILE), triton.cdiv(n, rows))](
