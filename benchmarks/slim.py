@@ -1,51 +1,75 @@
-"""`kvist bench v41-flash-slim`: decode steps of the released widths with 128 experts a layer, random weights, on one card.
+"""`kvist bench v41-flash-slim`: released widths with 128 experts a layer, random weights, on one card.
 
-Owns the cases, what fits, which are done, and the report; the runner is `kvist.engine.card`. Every figure carries the words
-of `LABEL`: it is a proxy, and stands beside no published figure without them.
+Owns which cases there are, in which order they are measured, what fits, which are done, and the report; the parts are measured
+by `slim_*.py` on the runner of `kvist.engine.card`. Every figure carries the words of `LABEL`: it is a proxy, and stands beside
+no published figure without them.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 
-from benchmarks.gpu_timing import HBM_BYTES_PER_S
+from benchmarks.cases import Better
+from benchmarks.gpu_timing import BF16_FLOPS_PER_S, HBM_BYTES_PER_S
 from benchmarks.rows import RESULTS, Machine, Row, append, load, make_row
 from kvist.config import ModelConfig
 from kvist.engine.card import cost
+from kvist.page_layout import PageLayout
+from kvist.plan.flops import FlopModel
 from kvist.presets import preset
 
 BENCH = "v41-flash-slim"
 LABEL = "128 of 384 experts, random weights, one card"
 CONTEXTS = (8192, 131072, 524288, 1048576)
 BATCHES = (1, 4, 16, 64)
-PARTS = ("decode",)
+PARTS = ("decode", "verify", "speculation", "prefill", "replay", "restore")
 FEW_CONTEXTS = 8
 """Distinct contexts of a batch whose own ones would not fit; the requests share them, and the case says so."""
-SPARE_BYTES = 6e9
+HITS, SUFFIXES = 8, (16, 512, 1024)
+PLACES = ("from host memory", "to host memory", "from disk")
+SPARE_BYTES = 4e9
 """Device memory left to libraries, graphs and what a step makes."""
+CHUNK = 4096
+"""Rows of a pass, if nothing else is asked for."""
 WARM_STEPS, TIMED_STEPS = 4, 48
+ACCEPTANCE = 3.5
+"""Tokens a cycle of speculation where acceptance is simulated."""
+FIRST = (
+    ("decode", 1, 8192), ("decode", 1, 131072), ("decode", 1, 1048576), ("decode", 16, 131072), ("decode", 64, 131072),
+    ("prefill", 1, 131072), ("speculation", 1, 131072), ("speculation", 16, 131072), ("speculation", 64, 131072),
+    ("replay", HITS, 131072), ("restore", 1, 131072), ("prefill", 1, 1048576), ("verify", 1, 131072), ("verify", 16, 131072),
+)  # fmt: skip
+"""What `--all` measures first, should the time end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One decode measurement; `distinct` contexts of the batch have pages of their own."""
+    """One measurement; `distinct` contexts of the batch have pages of their own. `suffix`: new tokens behind a hit of `context`
+    tokens (replay); `place`: one of `PLACES` (restore)."""
 
     batch: int
     context: int
     distinct: int
     overlap: bool = False
+    part: str = "decode"
+    suffix: int = 0
+    place: str = ""
 
     @property
     def name(self) -> str:
         """The case as rows name it."""
+        if self.part == "restore":
+            return f"pages of {self.context:,} tokens {self.place}; {LABEL}"
+        if self.part == "replay":
+            return f"replay, {self.batch} hits of {self.context:,} tokens + {self.suffix:,} new ones; {LABEL}"
         shared = "" if self.distinct == self.batch else f" ({self.distinct} distinct contexts shared by the rows)"
         beside = ", shared expert beside routed" if self.overlap else ""
-        return f"decode, {self.batch} x {self.context:,} tokens{shared}{beside}; {LABEL}"
+        simulated = f", {ACCEPTANCE} tokens a cycle simulated" if self.part == "speculation" else ""
+        return f"{self.part}, {self.batch} x {self.context:,} tokens{shared}{simulated}{beside}; {LABEL}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,36 +84,81 @@ class Wanted:
     engram_gb: float | None = None
     again: bool = False
     overlap: bool = False
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A case's value, in milliseconds or as `unit` says; `text` is the report's line."""
+
+    value: float
+    text: str
+    floor: float | None = None
+    unit: str = "ms"
+    better: Better = "lower"
+    peers: dict[str, float] = field(default_factory=dict)
 
 
 def needed_bytes(config: ModelConfig, case: Case) -> float:
     """Device memory of a case."""
-    return cost.weight_bytes(config) + cost.state_bytes(config, case.batch, case.context, case.distinct) + SPARE_BYTES
+    weights, context = cost.weight_bytes(config) + cost.draft_bytes(config), case.context + case.suffix
+    passes = 0.0
+    if case.part in ("prefill", "replay", "restore"):
+        # as many rows as a replay of all hits has, or a chunk
+        passes = cost.pass_bytes(config, max(CHUNK, case.batch * (config.window_size + case.suffix)))
+    return weights + cost.state_bytes(config, case.batch, context, case.distinct) + passes + SPARE_BYTES
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Operations of a prompt with the causal encoder-decoder split."""
+    return tokens * FlopModel(config).prefill(tokens).total
 
 
 def cases_of(config: ModelConfig, wanted: Wanted, device_bytes: float) -> list[Case]:
-    """The cases in order, cheapest first. Raises ValueError for a part that is not built, or sizes out of range."""
+    """The cases in order. Raises ValueError for a part that there is not, or sizes out of range."""
     if wanted.only is not None and wanted.only not in PARTS:
-        raise ValueError(f"--only {wanted.only!r} is not built; measured so far: {', '.join(PARTS)}")
-    contexts: tuple[int, ...] = CONTEXTS if wanted.every else (8192, 131072)
-    batches: tuple[int, ...] = BATCHES if wanted.every else (1,)
+        raise ValueError(f"there is no part {wanted.only!r}; parts: {', '.join(PARTS)}")
     if wanted.context is not None:
         least = 2 * (WARM_STEPS + TIMED_STEPS)
         if not least <= wanted.context <= config.max_seq_len:
             raise ValueError(f"--context is {wanted.context}; from {least} to {config.max_seq_len} tokens")
-        contexts = (wanted.context,)
-    if wanted.batch is not None:
-        if not 1 <= wanted.batch <= BATCHES[-1]:
-            raise ValueError(f"--batch is {wanted.batch}; from 1 to {BATCHES[-1]} requests")
-        batches = (wanted.batch,)
-    cases = []
-    for batch in batches:
-        for context in contexts:
-            case = Case(batch=batch, context=context, distinct=batch, overlap=wanted.overlap)
-            if needed_bytes(config, case) > device_bytes and batch > FEW_CONTEXTS:
-                case = replace(case, distinct=FEW_CONTEXTS)
-            cases.append(case)
-    return cases
+    if wanted.batch is not None and not 1 <= wanted.batch <= BATCHES[-1]:
+        raise ValueError(f"--batch is {wanted.batch}; from 1 to {BATCHES[-1]} requests")
+    if wanted.chunk is not None and not 128 <= wanted.chunk <= 1 << 15:
+        raise ValueError(f"--chunk is {wanted.chunk}; from 128 to {1 << 15} rows")
+    parts = PARTS if wanted.every and wanted.only is None else (wanted.only or "decode",)
+    found = [_fitted(config, case, device_bytes) for part in parts for case in _of_part(part, config, wanted)]
+    return sorted(found, key=_rank) if wanted.every else found
+
+
+def _of_part(part: str, config: ModelConfig, wanted: Wanted) -> Iterator[Case]:
+    contexts: tuple[int, ...] = CONTEXTS if wanted.every else (8192, 131072)
+    batches: tuple[int, ...] = BATCHES if wanted.every else (1,)
+    contexts = contexts if wanted.context is None else (wanted.context,)
+    batches = batches if wanted.batch is None else (wanted.batch,)
+    base = Case(batch=1, context=contexts[0], distinct=1, overlap=wanted.overlap, part=part)
+    if part == "prefill":
+        yield from (replace(base, context=context) for context in contexts)
+    elif part == "replay":
+        hit = wanted.context or 131072
+        for suffix in SUFFIXES:
+            # A whole prompt may be no longer than the model's context.
+            yield replace(base, batch=HITS, distinct=HITS, context=min(hit, config.max_seq_len - suffix), suffix=suffix)
+    elif part == "restore":
+        yield from (replace(base, context=wanted.context or 131072, place=place) for place in PLACES)
+    else:
+        yield from (replace(base, batch=n, distinct=n, context=context) for n in batches for context in contexts)
+
+
+def _fitted(config: ModelConfig, case: Case, device_bytes: float) -> Case:
+    if needed_bytes(config, case) > device_bytes and case.batch > FEW_CONTEXTS:
+        return replace(case, distinct=FEW_CONTEXTS)
+    return case
+
+
+def _rank(case: Case) -> tuple[int, int]:
+    key = (case.part, case.batch, case.context)
+    return (FIRST.index(key), 0) if key in FIRST else (len(FIRST), PARTS.index(case.part))
 
 
 def run(wanted: Wanted, command: str, console: Console) -> list[Row]:
@@ -143,44 +212,49 @@ def _done(machine: Machine) -> set[str]:
 def _show_plan(config: ModelConfig, cases: list[Case], free: float, console: Console) -> None:
     console.print(f"{BENCH}: {LABEL}; {free / 1e9:.1f} GB of device memory free", highlight=False)
     for case in cases:
-        moved, need = cost.step_bytes(config, case.batch, case.context), needed_bytes(config, case)
+        need = needed_bytes(config, case)
         fits = "" if need <= free else ", DOES NOT FIT"
         console.print(
-            f"  {case.name}: {moved / 1e9:.2f} GB a step, floor {1e3 * moved / HBM_BYTES_PER_S:.2f} ms "
-            f"({case.batch * HBM_BYTES_PER_S / moved:,.0f} tokens/s); holds {need / 1e9:.1f} GB{fits}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"  {case.name}: {_expected(config, case)}; holds {need / 1e9:.1f} GB{fits}", highlight=False, soft_wrap=True
+        )
+
+
+def _expected(config: ModelConfig, case: Case) -> str:
+    """What a case must move or compute at least."""
+    if case.part == "prefill":
+        flops = prefill_flops(config, case.context)
+        return f"{flops / 1e12:,.0f} TFLOP, floor {1e3 * flops / BF16_FLOPS_PER_S:,.0f} ms"
+    if case.part == "replay":
+        replayed, resumed = cost.replay_rows(config, case.batch, case.suffix)
+        return f"rows of both halves {replayed}, with stored windows {resumed}"
+    if case.part == "restore":
+        layout = PageLayout.of(config)
+        return f"{-(-case.context // layout.page_tokens) * layout.page_bytes / 1e6:.0f} MB"
+    moved = cost.step_bytes(config, case.batch, case.context)
+    return (
+        f"{moved / 1e9:.2f} GB a plain step, floor {1e3 * moved / HBM_BYTES_PER_S:.2f} ms "
+        f"({case.batch * HBM_BYTES_PER_S / moved:,.0f} tokens/s)"
+    )
 
 
 def _measure(
     config: ModelConfig, cases: list[Case], wanted: Wanted, stop: float, machine: Machine, command: str, console: Console
 ) -> Iterator[Row]:
     """Rows as they are measured, until the budget ends."""
-    import torch
+    from benchmarks.slim_parts import Bench
 
-    from benchmarks.slim_cases import gate, measure, table_rows
-    from kvist.engine.card.random_weights import random_weights
-
-    device, start = torch.device("cuda"), time.monotonic()
+    start = time.monotonic()
 
     def said(what: str) -> None:
         console.print(f"[{time.monotonic() - start:6.1f} s] {what}", highlight=False, markup=False, soft_wrap=True)
 
-    gate(device, said)
-    rows = table_rows(config, wanted.engram_gb)
-    weights = random_weights(config, table_rows=rows, device=device)
-    torch.cuda.synchronize()
-    said(f"weights drawn: {torch.cuda.memory_allocated() / 1e9:.1f} GB on the card; Engram tables: {rows:,} rows")
+    bench = Bench(config, {case.part for case in cases}, wanted, said)
     for case in cases:
         if time.monotonic() > stop:
             return
-        times_ms, counts = measure(weights, case, said)
-        value = statistics.median(times_ms)
-        floor = 1e3 * cost.step_bytes(config, case.batch, case.context) / HBM_BYTES_PER_S
-        launches = ", ".join(f"{role} {count}" for role, count in counts.items())
-        spread = f"of {len(times_ms)}: {min(times_ms):.3f} to {max(times_ms):.3f}"
-        said(
-            f"{case.name}: {value:.3f} ms a step ({spread}), floor {floor:.3f} ({100 * floor / value:.1f} %), "
-            f"{1e3 * case.batch / value:,.1f} tokens/s ({LABEL}); launches: {launches}"
-        )
-        yield make_row(machine, BENCH, case.name, value, "ms", "lower", floor=floor, peers={}, command=command)
+        found = bench.measure(case)
+        said(f"{case.name}: {found.text} ({LABEL})")
+        yield make_row(
+            machine, BENCH, case.name, found.value, found.unit, found.better, floor=found.floor, peers=found.peers,
+            command=command,
+        )  # fmt: skip

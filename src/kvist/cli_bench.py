@@ -19,10 +19,13 @@ WORKLOADS = ("v41-flash-slim",)
 
 def bench(
     name: Annotated[str, typer.Argument(metavar="WORKLOAD", help="v41-flash-slim")],
-    only: Annotated[str | None, typer.Option(help="one part; built so far: decode")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="decode, verify, speculation, prefill, replay or restore; none: decode, with --all every part"),
+    ] = None,
     context: Annotated[int | None, typer.Option(help="tokens of context; none: 8K and 128K")] = None,
     batch: Annotated[int | None, typer.Option(help="requests that decode together; none: 1")] = None,
-    every: Annotated[bool, typer.Option("--all", help="contexts 8K to 1M, batches 1 to 64")] = False,
+    every: Annotated[bool, typer.Option("--all", help="every part; contexts 8K to 1M, batches 1 to 64")] = False,
     budget_minutes: Annotated[float, typer.Option(help="start no further case after this; run again to go on")] = 8.5,
     engram_gb: Annotated[
         float | None, typer.Option(help="pinned host memory for Engram tables; none: a quarter of what is free")
@@ -30,9 +33,10 @@ def bench(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="the shared expert beside the routed ones, on its own stream")
     ] = False,
+    chunk: Annotated[int | None, typer.Option(help="prompt tokens in a pass; none: 4096")] = None,
     again: Annotated[bool, typer.Option("--again", help="measure also what this commit has been measured with")] = False,
 ) -> None:
-    """Measure decode of released widths on one card; run in a checkout, whose benchmarks/results/ keeps the rows.
+    """Measure decode, prefill and cache moves of released widths on one card; run in a checkout, which keeps the rows.
 
     It is a proxy: 128 of 384 experts, random weights, one card.
     """
@@ -45,7 +49,7 @@ def bench(
         raise ValueError(f"there is no benchmarks/ in {here}; run kvist bench in the root of a checkout")
     slim, cases = importlib.import_module("benchmarks.slim"), importlib.import_module("benchmarks.cases")
     options = {"only": only, "context": context, "batch": batch, "every": every, "budget_minutes": budget_minutes}
-    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, overlap=overlap)
+    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, overlap=overlap, chunk=chunk)
     # Long lines: they are kept in logs.
     console = Console(width=None if sys.stdout.isatty() else 400)
     try:

@@ -1,4 +1,4 @@
-"""What `kvist bench v41-flash-slim` says before it measures: bytes of a step, which cases fit, refusals. No GPU, no kernels."""
+"""What `kvist bench v41-flash-slim` says before it measures: bytes, rows, which cases fit, refusals. No GPU, no kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.slim import LABEL, Case, Wanted, cases_of, needed_bytes
+from benchmarks.slim import LABEL, PARTS, Case, Wanted, cases_of, needed_bytes, prefill_flops
 from kvist.cli import app
 from kvist.engine.card import cost
 from kvist.inventory import Storage, parameters, part_of
@@ -45,8 +45,33 @@ def test_weights_in_memory_are_the_inventorys() -> None:
     assert cost.weight_bytes(SLIM) == pytest.approx(stored, rel=2e-3)
 
 
+def test_draft_blocks_in_memory_are_the_inventorys() -> None:
+    stored = sum(parameter.nbytes for parameter in parameters(SLIM) if part_of(parameter.kind) == "drafts")
+    assert cost.draft_bytes(SLIM) == pytest.approx(stored, rel=2e-3)
+
+
+def test_rows_of_a_replay() -> None:
+    """The window again in both halves, however short what is new; with stored windows only what is new."""
+    assert cost.replay_rows(SLIM, 8, 16) == ((8 * 144, 8 * 128), (8 * 16, 8 * 16))
+    assert cost.replay_rows(SLIM, 8, 1024) == ((8 * 1152, 8 * 128), (8 * 1024, 8 * 128))
+
+
+def test_operations_of_a_prompt() -> None:
+    """20 layers of each token and what the last 128 cost; index scores are the rest, and grow with the context."""
+    a_row = sum(cost.row_flops(SLIM).values()) * 20 + 2 * 2 * 6144 * 25600  # two Engram projections
+    short, long = (prefill_flops(SLIM, tokens) / tokens for tokens in (131072, 1048576))
+    scores = 3 * 8192 * 131072 / 4  # three sources of half as many rows, of which a token sees half on average
+    assert short == pytest.approx(a_row + scores, rel=0.02)
+    assert long - short == pytest.approx(7 * scores, rel=0.06)
+
+
+def test_a_pass_is_bounded_by_its_rows() -> None:
+    assert cost.pass_bytes(SLIM, 8192) == 2 * cost.pass_bytes(SLIM, 4096)
+    assert 1e9 < cost.pass_bytes(SLIM, 4096) < 2e9
+
+
 def test_cases_that_do_not_fit_share_contexts_and_say_so() -> None:
-    cases = cases_of(SLIM, Wanted(every=True), H200_BYTES)
+    cases = cases_of(SLIM, Wanted(every=True, only="decode"), H200_BYTES)
     assert len(cases) == 16
     shared = [case for case in cases if case.distinct < case.batch]
     assert [(case.batch, case.context) for case in shared] == [(64, 1048576)]
@@ -56,13 +81,41 @@ def test_cases_that_do_not_fit_share_contexts_and_say_so() -> None:
     assert needed_bytes(SLIM, Case(batch=1, context=8192, distinct=1)) > 106e9
 
 
+def test_all_parts_the_most_telling_cases_first() -> None:
+    cases = cases_of(SLIM, Wanted(every=True), H200_BYTES)
+    assert {case.part for case in cases} == set(PARTS)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(LABEL in case.name for case in cases)
+    first = [(case.part, case.batch, case.context) for case in cases][:6]
+    assert first == [*(("decode", 1, n) for n in (8192, 131072, 1048576)), ("decode", 16, 131072), ("decode", 64, 131072),
+                     ("prefill", 1, 131072)]  # fmt: skip
+    verified = [case for case in cases if case.part == "verify" and case.distinct < case.batch]
+    assert [(case.batch, case.context) for case in verified] == [(64, 1048576)]
+
+
+def test_one_part_alone() -> None:
+    hits = cases_of(SLIM, Wanted(only="replay"), H200_BYTES)
+    assert [(case.batch, case.suffix) for case in hits] == [(8, 16), (8, 512), (8, 1024)]
+    assert "8 hits of 131,072 tokens + 512 new ones" in hits[1].name
+    # a prompt is no longer than a context
+    longest = cases_of(SLIM, Wanted(only="replay", context=SLIM.max_seq_len), H200_BYTES)
+    assert {case.context + case.suffix for case in longest} == {SLIM.max_seq_len}
+    moved = [case.name for case in cases_of(SLIM, Wanted(only="restore"), H200_BYTES)]
+    assert [name.split("; ")[0] for name in moved] == [
+        f"pages of 131,072 tokens {place}" for place in ("from host memory", "to host memory", "from disk")
+    ]
+    prompts = cases_of(SLIM, Wanted(only="prefill", every=True, batch=4), H200_BYTES)
+    assert [(case.batch, case.context) for case in prompts] == [(1, 131072), (1, 1048576), (1, 8192), (1, 524288)]
+
+
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
-        (Wanted(only="verify"), "'verify' is not built"),
+        (Wanted(only="training"), "there is no part 'training'; parts: decode, verify"),
         (Wanted(context=10), "--context is 10; from 104"),
         (Wanted(context=1 << 30), "--context is 1073741824"),
         (Wanted(batch=65), "--batch is 65; from 1 to 64"),
+        (Wanted(chunk=64), "--chunk is 64; from 128 to 32768"),
     ],
 )
 def test_refusals(wanted: Wanted, reason: str) -> None:
@@ -81,6 +134,6 @@ def test_without_a_card_it_says_what_is_needed() -> None:
     result = CliRunner().invoke(app, ["bench", "v41-flash-slim"])
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "GpuUnavailable"
-    assert "needs one CUDA card of compute capability 9.0 or newer with 112 GB" in str(result.exception)
+    assert "needs one CUDA card of compute capability 9.0 or newer with 118 GB" in str(result.exception)
     unknown = CliRunner().invoke(app, ["bench", "v42"])
     assert "no workload named 'v42'" in str(unknown.exception)

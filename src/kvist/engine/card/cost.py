@@ -1,4 +1,4 @@
-"""What one decode step must read and hold, operator by operator: arithmetic on a configuration, no torch, no device.
+"""What a step or a pass must read, compute and hold: arithmetic on a configuration, no torch, no device.
 
 Floors are bytes over the card's read bandwidth. Must not know how a step is computed.
 """
@@ -80,10 +80,48 @@ def weight_bytes(c: ModelConfig) -> float:
     return routed + sum(once.values()) + c.vocab_size * c.dim * BF16
 
 
+def draft_bytes(c: ModelConfig) -> float:
+    """Device bytes of the packed draft blocks."""
+    blocks, expert, rank = len(c.plan.drafts), 3 * c.dim * c.moe_inter_dim, c.dspark_markov_rank
+    mixers = 2 * (2 * c.hc_mult + c.hc_mult**2) * c.hc_mult * c.dim * F32
+    block = projections(c) * FP8 + c.dspark_n_routed_experts * (expert * FP4 + c.dim * BF16) + expert * FP8 + mixers
+    return blocks * block + len(c.dspark_target_layer_ids) * c.dim**2 * FP8 + 2 * c.vocab_size * rank * BF16
+
+
 def state_bytes(c: ModelConfig, batch: int, context: int, distinct_contexts: int) -> float:
     """Device bytes of pages and rings: `distinct_contexts` of the requests have pages of their own, the others share them."""
-    layout = PageLayout.of(c)
+    layout, plan = PageLayout.of(c), c.plan
     pages = distinct_contexts * -(-context // layout.page_tokens) + batch
-    rings = len(c.plan.layers) * c.plan.window * c.window_row_bytes
-    tails = sum(2 * spec.ratio * c.head_dim * F32 for spec in c.plan.kv_sources if spec.ratio > 1)
-    return pages * layout.page_bytes + batch * (rings + tails)
+    rings = (len(plan.layers) + len(plan.drafts)) * plan.window * c.window_row_bytes
+    tails = sum(2 * spec.ratio * c.head_dim * F32 for spec in plan.kv_sources if spec.ratio > 1)
+    targets = plan.window * len(c.dspark_target_layer_ids) * c.dim * BF16 if plan.drafts else 0.0
+    return pages * layout.page_bytes + batch * (rings + tails + targets)
+
+
+def pass_bytes(c: ModelConfig, rows: int) -> float:
+    """Device bytes that a pass of `rows` rows holds at its widest beside weights and state: the experts', or attention's.
+
+    Streams before and after, and either the choices' hidden rows and outputs with both float32 sums, or queries and outputs.
+    """
+    streams = 2 * c.hc_mult * c.dim * BF16 + 3 * c.dim * BF16
+    experts = c.n_activated_experts * (c.moe_inter_dim + c.dim) * BF16 + 2 * c.dim * F32
+    attention = 2 * c.n_heads * c.head_dim * BF16 + c.o_groups * c.o_lora_rank * BF16
+    engram = len(c.engram_layer_ids) * c.engram_columns * c.engram_head_dim * BF16
+    return rows * (streams + max(experts, attention) + 2 * engram)
+
+
+def row_flops(c: ModelConfig) -> dict[str, float]:
+    """Operations of one row in one layer by kind, where all of `index_topk` rows are there; a multiply-add counts two."""
+    expert = 3 * c.dim * c.moe_inter_dim
+    return {
+        "projections": 2 * projections(c),
+        "routed experts": 2 * c.n_activated_experts * expert,
+        "shared expert": 2 * expert,
+        "attention": 4.0 * (c.window_size + c.index_topk) * c.n_heads * c.head_dim,
+    }
+
+
+def replay_rows(c: ModelConfig, hits: int, suffix: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows of the encoder and of the decoder half: of hits whose windows are rebuilt, and of hits that have them."""
+    window = c.plan.window
+    return (hits * (window + suffix), hits * window), (hits * suffix, hits * min(suffix, window))

@@ -1,0 +1,118 @@
+"""Prefill, replay and resuming on a card beside the reference model: chunks that end inside groups, pages and windows, hits of
+several requests in one pass, decode behind all of them.
+
+Runs on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1); elsewhere it skips and says so. Bounds are those of
+`test_card_decode.py`, for the reasons given there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from kvist.engine.card.check import Step
+    from kvist.engine.card.check_prefill import PrefillBeside, Prefilled
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs Triton and a GPU, or Triton with TRITON_INTERPRET=1",
+)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def small(contexts: tuple[int, ...], chunk: int, steps: int = 1) -> PrefillBeside:
+    from kvist.engine.card.check import small_config
+    from kvist.engine.card.check_prefill import PrefillBeside
+
+    return PrefillBeside(small_config(), contexts, steps, chunk=chunk, page_tokens=8, device=DEVICE)
+
+
+def within(found: list[Prefilled | Step]) -> None:
+    layers = [off for one in found for off in one.layers]
+    logits = [off for one in found for off in one.errors]
+    agree = [same for one in found for same in one.agree]
+    print(
+        f"layers off by {statistics.median(layers):.4f} (median), {max(layers):.4f} (worst); logits {max(logits):.4f} (worst); "
+        f"{sum(agree)} of {len(agree)} best ids agree"
+    )
+    assert statistics.median(layers) < 0.03
+    assert max(layers) < 0.2
+    assert max(logits) < 0.5
+
+
+@pytest.mark.parametrize(("contexts", "chunk"), [((29,), 64), ((29,), 7), ((13, 6, 21), 11)], ids=str)
+def test_prefill_then_decode(contexts: tuple[int, ...], chunk: int) -> None:
+    both = small(contexts, chunk, steps=2)
+    within([both.compare(both.cold(contexts)), *both.run()])
+
+
+@pytest.mark.parametrize(("totals", "hits", "chunk"), [((21, 27), (16, 24), 64), ((32, 17), (32, 4), 9)], ids=str)
+def test_hits_without_windows_are_replayed_together(totals: tuple[int, ...], hits: tuple[int, ...], chunk: int) -> None:
+    both = small(totals, chunk)
+    within([both.compare(both.cold(hits)), both.compare(both.hits(totals, hits)), *both.run()])
+
+
+@pytest.mark.parametrize(("totals", "hits"), [((19, 30), (16, 12)), ((33, 18), (32, 4))], ids=str)
+def test_requests_are_resumed_with_their_windows(totals: tuple[int, ...], hits: tuple[int, ...]) -> None:
+    both = small(totals, 64)
+    within([both.compare(both.cold(hits)), both.compare(both.resumed(totals, hits)), *both.run()])
+
+
+def test_refusals() -> None:
+    from kvist.engine.card.passes import Prompt
+    from kvist.engine.card.prefill import Prefill
+    from kvist.engine.replay import replay_span
+
+    both = small((9,), 64, steps=0)
+    with pytest.raises(ValueError, match="chunk is 0"):
+        Prefill(both.card, chunk=0)
+
+    def prompt(slot: int, ids: list[int], total: int) -> Prompt:
+        return Prompt.replayed(slot, np.array(ids), replay_span(both.config.plan, total, 0, "bounded"))
+
+    for prompts, reason in (
+        ([], "a prompt needs one of its own"),
+        ([prompt(0, [5] * 9, 9), prompt(0, [5] * 9, 9)], "slots .0, 0."),
+        ([prompt(1, [5] * 9, 9)], "slot 1 is outside 0..0"),
+        ([prompt(0, [5] * 8, 9)], "8 ids for a prompt of 9"),
+        ([prompt(0, [5] * 8 + [256], 9)], "token id 256 is outside"),
+        ([prompt(0, [5] * 17, 17)], "hold 16 tokens, 17 are needed"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            both.prefill.run(prompts)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="released head widths are too much for the interpreter; needs a GPU")
+@pytest.mark.parametrize(("contexts", "chunk"), [((700,), 4096), ((700,), 300), ((400, 131, 260), 512)], ids=str)
+def test_released_heads(contexts: tuple[int, ...], chunk: int) -> None:
+    """The kernels of released widths, among them those for many queries; then hits, then resuming."""
+    from kvist.engine.card.check import released_heads_config
+    from kvist.engine.card.check_prefill import PrefillBeside
+
+    both = PrefillBeside(released_heads_config(), contexts, 1, chunk=chunk, page_tokens=None, device=DEVICE)
+    hits = tuple(context // 2 // 2 * 2 for context in contexts)
+    found = [both.compare(both.cold(hits)), both.compare(both.resumed(contexts, hits))]
+    within([*found, both.compare(both.hits(contexts, hits)), *both.run()])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
+def test_a_captured_pass_says_what_plain_ones_say() -> None:
+    totals, hits = (21, 27), (16, 24)
+    both = small(totals, 64)
+    both.compare(both.cold(hits))
+    prompts = both.hits(totals, hits)
+    want_RV, _ = both.prefill.run(prompts)
+    again, got_RV = both.prefill.captured(prompts)
+    got_RV.zero_()
+    again(prompts)
+    assert torch.equal(got_RV, want_RV)
+    with pytest.raises(ValueError, match="another pass"):
+        again(prompts[:1])
