@@ -6,7 +6,7 @@ equal tokens; or drawn independently for the rejection rule. Must not know accep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvist.engine.reply import Reply
 from kvist.engine.request import Job
-from kvist.engine.runner import Runner
 from kvist.engine.sampler import choose
 from kvist.engine.sampling.history import Ahead, History
 from kvist.engine.sampling.rejection import propose
 from kvist.kernels.keyed_uniform import Floats
+from kvist.model.dspark import Draft
 
 
 class Proposal(NamedTuple):
@@ -28,6 +28,14 @@ class Proposal(NamedTuple):
     tokens: list[int]
     survival: list[float]
     probs: list[Floats] | None = None
+
+
+class Blocks(Protocol):
+    """Who runs the draft blocks: the engine's executor."""
+
+    def draft(self, jobs: Sequence[Job], sample: Callable[[Tensor, int], Tensor]) -> Draft:
+        """A block of draft tokens behind each job's newest token, chosen by `sample(logits [R,V], place)`."""
+        ...
 
 
 class Drafter(Protocol):
@@ -60,7 +68,7 @@ class BlockDrafter:
     """The model's own draft blocks. `draw`: drafts are drawn with noise of their own, and their distributions kept, for the
     rejection rule; else they are chosen with the target's noise."""
 
-    def __init__(self, runner: Runner, drafts: int, *, draw: bool = False) -> None:
+    def __init__(self, runner: Blocks, drafts: int, *, draw: bool = False) -> None:
         self.runner, self.drafts, self.draw = runner, drafts, draw
 
     def __call__(self, jobs: Sequence[Job]) -> list[Proposal]:

@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvist.cache.identity import numerics_string, root
-from kvist.cache.paged_memory import PagedMemory
 from kvist.cache.record import Buffer
 from kvist.cache.tiers import Tiers
 from kvist.engine.acceptance import Wanted, choices
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from kvist.engine.drafter import BlockDrafter, Drafter, proposals
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
+from kvist.engine.executor import Memory, executor
 from kvist.engine.metrics import Metrics
 from kvist.engine.pages import Pages
 from kvist.engine.replay import check_replay
 from kvist.engine.reply import Reply
 from kvist.engine.request import Event, FinishedEvent, Job, Request, State, TokenEvent
-from kvist.engine.runner import Runner, StepResult
+from kvist.engine.runner import StepResult
 from kvist.engine.sampler import Choice
 from kvist.engine.sampling.constraint import Constraint, GrammarVocabulary
 from kvist.engine.sampling.grammar_text import GrammarError
@@ -61,7 +61,7 @@ def store_model(numerics: Numerics, fingerprint: bytes, page_tokens: int) -> byt
 class DevicePages:
     """The bytes of a memory's pages, for the tiers (`pages.PageBytes`)."""
 
-    def __init__(self, memory: PagedMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
     def read(self, page: int) -> Buffer:
@@ -99,15 +99,7 @@ class Engine:
         size = self.plan.layout.page_tokens
         if tiers is not None and tiers.store is not None and fingerprint is None:
             raise ValueError("pages on disk outlive the process, so the model must be named: give its fingerprint")
-        self.memory = PagedMemory(
-            model.config,
-            model.numerics,
-            pages=self.plan.pages,
-            slots=self.plan.slots,
-            verify_rows=self.plan.verify_rows,
-            page_tokens=size,
-            device=model.embed.weight.device,
-        )
+        self.memory, self.runner = executor(model, config, self.plan)
         self.pages = Pages(
             model.plan,
             pages=self.plan.pages,
@@ -127,10 +119,7 @@ class Engine:
             mixed_cost=config.mixed_cost,
             replay=config.replay,
         )
-        self.runner = Runner(model, self.memory, feature_bytes=config.feature_bytes)
         drafts = config.drafts(model.config)
-        if drafts == 0:
-            self.runner.windows = None  # nobody will look into them
         self.drafter = drafter or BlockDrafter(self.runner, drafts, draw=config.acceptance == "rejection")
         fixed = drafts == 0 or isinstance(config.speculation, int)
         self.policy = policy or (FixedPolicy(drafts) if fixed else AdaptivePolicy(drafts, config.max_running))

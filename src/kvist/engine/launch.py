@@ -24,6 +24,7 @@ from kvist.engine.engine import Engine, store_model
 from kvist.engine.replay import Replay
 from kvist.engine.terminal import DTYPES, parse_bytes
 from kvist.images import decode_image, preprocess
+from kvist.kernels.device import require_device
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.page_layout import PageLayout
@@ -49,6 +50,7 @@ class LaunchOptions:
     speculation: str = "adaptive"
     dtype: str = "float32"
     impl: str = "cpu"
+    device: str = "cpu"
     deterministic: bool = False
     expert_budget: str | None = None
     host_cache: str = "0"
@@ -91,18 +93,20 @@ class Launched:
 
 def launch(name: str, options: LaunchOptions) -> Launched:
     """Load a model (folder, shipped name or hub id), start its engine. Raises named errors for what is missing or too small."""
-    folder = locate(name)
-    digest = fingerprint(folder)
     numerics = Numerics(
         dtype=DTYPES[options.dtype],
         deterministic=options.deterministic,
         impl=options.impl,
     )
+    device = require_device(options.device)
+    numerics.check_device(device)
+    folder = locate(name)
+    digest = fingerprint(folder)
     if options.expert_budget is None:
-        model = build_model(folder, numerics=numerics)
+        model = build_model(folder, numerics=numerics, device=device)
     else:
         budget = parse_bytes(options.expert_budget)
-        model = build_model(folder, numerics=numerics, access="read", engram="read", expert_budget_bytes=budget)
+        model = build_model(folder, numerics=numerics, device=device, access="read", engram="read", expert_budget_bytes=budget)
     config = EngineConfig(
         memory_bytes=parse_bytes(options.memory),
         context=options.context,

@@ -1,0 +1,239 @@
+"""A card as the engine's executor: prefill passes, verify steps by graphs and drafts on one `CardState`, driven by pieces.
+
+Pages and tables are the engine's own (the bytes of `page_layout`), windows lie in FP8 rings, and nothing is handed over between
+prefill and decode. Must not know scheduling, sampling rules or pages' owners. Shapes: W wanted rows, R requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.checkpoint.expert_bank import ExpertStore
+from kvist.checkpoint.reads import ReadFailed
+from kvist.checkpoint.tables import EngramTable
+from kvist.engine.batch import FeatureCache
+from kvist.engine.card import passes
+from kvist.engine.card.brought import OnCard
+from kvist.engine.card.device_model import BUCKETS, Batch, DeviceModel
+from kvist.engine.card.draft import CardDrafts
+from kvist.engine.card.prefill import Flow, Prefill
+from kvist.engine.card.state import CardState
+from kvist.engine.card.weights import CardWeights
+from kvist.engine.request import Job, State
+from kvist.engine.runner import StepResult
+from kvist.engine.scheduler import Piece
+from kvist.kernels.engram.gpu import StoredRows
+from kvist.model.block import Block
+from kvist.model.dspark import Draft
+from kvist.model.initialise import TableInMemory
+from kvist.model.transformer import Transformer
+from kvist.quant import quantise_fp8_rows
+
+
+class CardMemory:
+    """The calls by which the engine places requests, on a card's state."""
+
+    def __init__(self, state: CardState) -> None:
+        self.state, self.layout = state, state.layout
+
+    @property
+    def bytes_PB(self) -> Tensor:
+        """The pool, uint8 [pages, page_bytes], without the spare page."""
+        return self.state.rows.bytes_PB[:-1]
+
+    def open(self, slot: int, pages: Sequence[int], tokens: int) -> None:
+        """Begin a request whose first `tokens` positions' rows lie in `pages`. ValueError unless whole groups fit in them."""
+        if tokens % self.state.plan.alignment:
+            raise ValueError(
+                f"a prefix of {tokens} tokens ends inside a group; cut it to a multiple of {self.state.plan.alignment}"
+            )
+        self.state.open(slot, pages)
+        self.state.rows.require(slot, tokens)
+
+    def extend(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a request more pages."""
+        self.state.rows.add_pages(slot, pages)
+
+    def exchange(self, slot: int, number: int, page: int) -> None:
+        """Let a request read its page `number` from another one, which holds the same tokens' rows."""
+        self.state.rows.exchange(slot, number, page)
+
+    def close(self, slot: int) -> None:
+        """End a request; its pages are the pool's affair."""
+        self.state.rows.set_pages(slot, ())
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy all bytes of a page."""
+        self.bytes_PB[target].copy_(self.bytes_PB[source])
+
+    def page_view(self, page: int) -> Tensor:
+        """A page's bytes, uint8 [page_bytes], writable in place."""
+        return self.bytes_PB[page]
+
+
+class WatchedPrefill(Prefill):
+    """Prefill that keeps which rows of its last pass left the encoder half finite."""
+
+    finite_N: Tensor
+
+    def cross(self, here: OnCard, flow: Flow) -> Flow:
+        """See `Prefill`."""
+        parts = [flow.x_NSD.flatten(1)] if flow.y_ND is None else [flow.x_NSD.flatten(1), flow.y_ND]
+        self.finite_N = torch.cat([part.isfinite().all(1, keepdim=True) for part in parts], 1).all(1)
+        return super().cross(here, flow)
+
+
+class CardExecutor:
+    """Runs a step's pieces: prompts in one pass, decoding requests with their drafts in graphs of up to 64 requests.
+
+    `rows` and `tail_rows` count what has run, `features`, `readers`, `experts` and `unread` are as a `Runner`'s and hold nothing:
+    pictures and files are not served here.
+    """
+
+    unread: ReadFailed | None = None
+    experts: ExpertStore | None = None
+    readers: Sequence[object] = ()
+
+    def __init__(self, weights: CardWeights, state: CardState, *, drafts: bool) -> None:
+        self.model = DeviceModel(weights, state)
+        self.state, self.device, self.config = state, state.device, weights.config
+        self.prefill = WatchedPrefill(self.model)
+        self.blocks = CardDrafts(self.model) if drafts else None
+        self.features = FeatureCache(0)
+        self.rows = self.tail_rows = 0
+        self._filled: dict[int, tuple[int, int]] = {}
+
+    def warm(self) -> None:
+        """Build and run what a first token needs, so that a kernel which does not build is found before there are requests."""
+        self.model.runner(self.model.buffers(1, self.state.most_rows), 1, advance=False)()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Nothing is in the way of anything."""
+        return nullcontext()
+
+    def check(self, pieces: Sequence[Piece]) -> dict[int, Exception]:
+        """Pieces that cannot run, by number: those with pictures."""
+        refused = ValueError("this engine runs on the card's own runner, which takes no pictures; start it with impl 'ref'")
+        return {number: refused for number, piece in enumerate(pieces) if piece.job.request.images}
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece]) -> StepResult:
+        """Run all pieces; logits piece by piece. A piece is finite if its encoder rows and wanted logits are."""
+        prompts = [number for number, piece in enumerate(pieces) if piece.job.state is State.PREFILL]
+        decoding = [number for number, piece in enumerate(pieces) if piece.job.state is not State.PREFILL]
+        logits: dict[int, Tensor] = {}
+        finite: dict[int, Tensor] = {}
+        if prompts:
+            self._read([pieces[number] for number in prompts], prompts, logits, finite)
+        for first in range(0, len(decoding), BUCKETS[-1]):
+            numbers = decoding[first : first + BUCKETS[-1]]
+            self._decode([pieces[number] for number in numbers], numbers, logits, finite)
+        for number, logits_WV in logits.items():
+            alright = logits_WV.isfinite().all()
+            finite[number] = finite[number] & alright if number in finite else alright
+        self.rows += sum(piece.stop - piece.start for piece in pieces)
+        self.tail_rows += sum(piece.decoded for piece in pieces)
+        order = range(len(pieces))
+        flags = torch.stack([finite[number] for number in order]).tolist()
+        return StepResult(torch.cat([logits[number] for number in order]), [len(logits[number]) for number in order], flags)
+
+    def _read(
+        self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor], finite: dict[int, Tensor]
+    ) -> None:
+        """One pass over prompts' rows."""
+        bringer = self.prefill.bringer
+        planned = passes.plan_pass([_prompt_piece(piece) for piece in pieces], bringer.sizes)
+        wanted, at = [], 0
+        for piece in pieces:
+            deep = piece.stop - piece.decoded
+            wanted.append(np.arange(max(piece.wanted, deep), piece.stop) - deep + at)
+            at += piece.decoded
+        planned.arrays["wanted"] = np.concatenate(wanted)
+        logits_WV = self.prefill.compute(bringer.derive(planned, bringer.send(planned)))
+        logits |= dict(zip(numbers, logits_WV.split([len(rows) for rows in wanted]), strict=True))
+        parts = self.prefill.finite_N.split([piece.stop - piece.start for piece in pieces])
+        finite |= {number: part.all() for number, part in zip(numbers, parts, strict=True)}
+
+    def _decode(
+        self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor], finite: dict[int, Tensor]
+    ) -> None:
+        """One step of requests that decode, each with its drafts."""
+        ids = [piece.job.tokens.window(piece.start, piece.stop, piece.job.drafts)[0].tolist() for piece in pieces]
+        batch = Batch(
+            tokens=tuple(token for line in ids for token in line), positions=tuple(piece.start for piece in pieces),
+            slots=tuple(_slot(piece.job) for piece in pieces), lengths=tuple(len(line) for line in ids),
+        )  # fmt: skip
+        logits_NV, _ = self.model.decode(batch)
+        # The buffers are written again by the next step of this shape, which may come before these are read.
+        logits |= dict(zip(numbers, logits_NV.clone().split([len(line) for line in ids]), strict=True))
+
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[Job], sample: Callable[[Tensor, int], Tensor]) -> Draft:
+        """A block of draft tokens behind each job's newest token. Confidence is that of the most probable drafts."""
+        assert self.blocks is not None, "this engine drafts nothing"
+        self._fill(jobs)
+        lines = [[int(job.tokens.ids[-1]) for job in jobs], [len(job) - 2 for job in jobs], [_slot(job) for job in jobs]]
+        first_R, position_R, slot_R = torch.tensor(lines, device=self.device)
+        proposed = self.blocks.propose(first_R, position_R, slot_R)
+        head, embed = self.blocks.weights.markov_head, self.blocks.weights.markov_embed
+        previous_R, logits, tokens = first_R, [], []
+        for place in range(self.blocks.block):
+            bias_RV = torch.nn.functional.linear(embed[previous_R], head).float()
+            logits.append(proposed.base_RBV[:, place] + bias_RV)
+            previous_R = sample(logits[-1], place)
+            tokens.append(previous_R)
+        return Draft(proposed.base_RBV, torch.stack(logits, 1), torch.stack(tokens, 1), proposed.confidence_RB)
+
+    def _fill(self, jobs: Sequence[Job]) -> None:
+        """Write the draft windows of what was computed since they were written last, as far as drafts will look back."""
+        assert self.blocks is not None
+        slots, positions = list[int](), list[int]()
+        for job in jobs:
+            assert job.span is not None
+            slot, stop = _slot(job), len(job) - 1
+            admitted, filled = self._filled.get(slot, (0, 0))
+            first = filled if admitted == job.admitted else job.span.decode_from
+            for position in range(max(first, stop - self.config.plan.window), stop):
+                slots.append(slot)
+                positions.append(position)
+            self._filled[slot] = (job.admitted, stop)
+        slot_N, position_N = torch.tensor([slots, positions], device=self.device)
+        targets_NX = self.state.targets[slot_N, position_N % self.state.targets.shape[1]]
+        self.blocks.observe(targets_NX, position_N, slot_N)
+
+
+def _slot(job: Job) -> int:
+    assert job.slot is not None, "only admitted jobs have pieces"
+    return job.slot
+
+
+def _prompt_piece(piece: Piece) -> passes.Piece:
+    assert piece.job.span is not None, "a prefill has a plan"
+    prompt = passes.Prompt.replayed(_slot(piece.job), piece.job.tokens.ids, piece.job.span)
+    return passes.Piece(prompt=prompt, start=piece.start, stop=piece.stop)
+
+
+def card_tables(model: Transformer, device: torch.device) -> dict[int, StoredRows]:
+    """A model's Engram tables as stored, pinned on the host so that kernels read them. ValueError for tables left in files."""
+    tables = {}
+    for layer in model.config.engram_layer_ids:
+        block = model.layers[layer]
+        assert isinstance(block, Block) and block.engram is not None
+        reader = block.engram.reader
+        if isinstance(reader, EngramTable):
+            codes, scales = reader.codes, reader.scales
+        elif isinstance(reader, TableInMemory):
+            codes, scales = (part.view(torch.uint8) for part in quantise_fp8_rows(reader.values_RX.float()))
+        else:
+            raise ValueError(f"Engram tables are read row by row from files ({type(reader).__name__}); load them whole")
+        # A copy: a mapped file that shrinks must not be read by kernels.
+        whole = codes.cpu().contiguous().clone(), scales.cpu().contiguous().clone()
+        tables[layer] = StoredRows(*(part.pin_memory() for part in whole)) if device.type == "cuda" else StoredRows(*whole)
+    return tables
