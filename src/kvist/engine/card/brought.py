@@ -131,7 +131,7 @@ class Bringer:
             tokens_N=arrays["tokens"][deep], positions_N=position_N, slots_N=slot_N, offsets_N=arrays["offset"][deep],
             text_N=torch.ones_like(slot_N, dtype=torch.bool), groups_G2=arrays[f"{name} together"].int(),
         )  # fmt: skip
-        at = places_of(rows, self.state, self.config, self._freq, planned.reach)
+        at = places_of(rows, self.state, self.config, planned.reach)
         at = replace(at, span_N2=torch.stack([arrays[f"{name} first"], stop_N], 1), cell_N=stop_N - 1)
         moved = {kind: arrays[f"{name} {kind}"] for kind in ("carry_from", "carry_to", "keep_row", "keep_from", "keep_to")}
         return Half(at=at, cells=planned.cells[name], **moved), rows

@@ -22,13 +22,13 @@ from kvist.engine.card.weights import CardWeights, EngramWeights, LayerWeights
 from kvist.kernels.best_token.gpu import best_token_gpu
 from kvist.kernels.device import require_gpu
 from kvist.kernels.device.row import Parts
-from kvist.kernels.engram.gpu import add_memory, gather_rows
+from kvist.kernels.engram.gpu import add_memory, gather_rows, keep_classes
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.index_select.gpu import groups_of
 from kvist.kernels.index_select.hopper import GROUP
 from kvist.kernels.linear.gpu import linear_gpu
-from kvist.model.layers import inverse_frequencies
+from kvist.kernels.streams.gpu import embed_streams_gpu
 
 Given = tuple[Tensor, Tensor, Chosen]
 """What a layer takes: streams [N,S,D], collapse weights [N,S], what was published before it."""
@@ -153,8 +153,6 @@ class DeviceModel:
         self.side = torch.cuda.Stream(state.device) if on_card else None
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self._captured: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
-        # Layers with rows share one theta and YaRN, layers without another theta.
-        self.freq = {spec.ratio > 0: inverse_frequencies(self.config, spec).to(state.device) for spec in self.config.plan.layers}
 
     def buffers(self, requests: int, rows: int = 1) -> Buffers:
         """The smallest bucket with room for `requests` runs of `rows` rows. Raises `BatchTooLarge`, `RunTooLong`."""
@@ -271,7 +269,7 @@ class DeviceModel:
             x_NSD, mix, y_ND, chosen = self._layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
         if isinstance(y_ND, Parts):
             x_NSD, y_ND = left(y_ND, x_NSD, mix), None
-        held.logits_MV.copy_(self.logits(x_NSD, mix, y_ND))
+        self.logits(x_NSD, mix, y_ND, held.logits_MV)
         best_token_gpu(held.logits_MV, None, held.best_M)
         targets_NX = torch.cat(targets, 1) if targets else None
         if targets_NX is not None:
@@ -284,13 +282,13 @@ class DeviceModel:
 
     def streams(self, token_N: Tensor) -> Tensor:
         """Embedded tokens, copied to all streams [N,S,D]."""
-        return self.weights.embed[token_N].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        return embed_streams_gpu(token_N, self.weights.embed, self.config.hc_mult)
 
-    def logits(self, x_NSD: Tensor, mix: Mix, y_ND: Tensor | None) -> Tensor:
-        """float32 [N,V] behind the last layer's streams, coefficients and output (None: folded in already)."""
+    def logits(self, x_NSD: Tensor, mix: Mix, y_ND: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """float32 [N,V] behind the last layer's streams, coefficients and output (None: folded in already), in `out` if given."""
         # The pass that leaves the last layer also collapses and norms: its coefficients are not used.
         ended = enter(self.config, replace(self.weights.layers[-1].moe_mix, norm=self.weights.norm), y_ND, x_NSD, mix)
-        return wide_product(ended.h_ND, self.weights.head)
+        return wide_product(ended.h_ND, self.weights.head, out)
 
     def _layer(
         self,
@@ -368,10 +366,10 @@ class DeviceModel:
         """Keep the classes of a step's tokens for the n-grams of later ones."""
         if self.weights.class_V is None:
             return
-        cells = self.state.history.shape[1]
-        class_N = torch.where(rows.text_N, self.weights.class_V[rows.tokens_N], -1)
-        self.state.history[rows.slots_N, rows.positions_N % cells] = class_N
+        keep_classes(
+            rows.tokens_N, rows.positions_N, rows.text_N, self.weights.class_V, self.state.history, rows.slots_N
+        )  # fmt: skip
 
     def places(self, rows: CardRows, reach: int) -> Places:
         """Where the rows of a pass stand; `reach` from `reach_of`."""
-        return places_of(rows, self.state, self.config, self.freq, reach)
+        return places_of(rows, self.state, self.config, reach)

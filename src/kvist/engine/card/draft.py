@@ -19,7 +19,7 @@ from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.linear.gpu import linear_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
-from kvist.model.layers import rotary_table
+from kvist.kernels.row_places import RowPlaces, row_places
 
 if TYPE_CHECKING:
     from kvist.engine.card.device_model import DeviceModel
@@ -46,7 +46,6 @@ class CardDrafts:
             raise ValueError(f"a block of {size} drafts needs a state that takes back as many rows; this one takes back {rows}")
         self.model, self.weights, self.config, self.state = model, weights, config, state
         self.block = config.dspark_block_size
-        self.freq = model.freq[False]
 
     @torch.inference_mode()
     def observe(self, targets_NX: Tensor, position_N: Tensor, slot_N: Tensor) -> None:
@@ -54,13 +53,13 @@ class CardDrafts:
         c, w = self.config, self.weights
         main_ND = linear_gpu(rows_gpu(targets_NX, form="fp8"), w.main, None, 1)
         context_ND = rows_gpu(main_ND, form="fp8", norm=(w.main_norm, c.norm_eps))
-        cell_N, table = position_N % self.state.codes.shape[2], rotary_table(position_N, self.freq)
+        stood = self._stand(position_N, slot_N)
         for block, entry in zip(w.blocks, w.entries, strict=True):
             ring = self.state.ring(block.spec.index)
             assert ring.scales is not None
             write_rows(
-                linear_gpu(context_ND, entry, None, 1), ring.values, ring.scales, slot_N, cell_N, form="fp8",
-                norm=(block.attention.entry_norm, c.norm_eps), table=table,
+                linear_gpu(context_ND, entry, None, 1), ring.values, ring.scales, slot_N, stood.cell_N, form="fp8",
+                norm=(block.attention.entry_norm, c.norm_eps), table=stood.plain,
             )  # fmt: skip
 
     @torch.inference_mode()
@@ -101,9 +100,17 @@ class CardDrafts:
         slot_N = slot_R.repeat_interleave(size)
         stop_R = position_R + size + 1
         span_R2 = torch.stack([(position_R + 1 - window).clamp_min(0), stop_R], 1)
+        stood = self._stand(position_N, slot_N)
         return Places(
-            slot_N=slot_N.int(), slot_long_N=slot_N, span_N2=span_R2.repeat_interleave(size, 0),
-            cell_N=position_N % self.state.codes.shape[2], text_N=torch.ones_like(slot_N, dtype=torch.bool),
-            groups_G2=slot_N.new_zeros(0, 2, dtype=torch.int32), rope={False: rotary_table(position_N, self.freq)},
-            head_rope=None, visible={}, page={}, row={}, group_rope={}, tokens=0, longest=window + size,
+            slot_N=stood.slot_N, slot_long_N=slot_N, span_N2=span_R2.repeat_interleave(size, 0), cell_N=stood.cell_N,
+            text_N=torch.ones_like(slot_N, dtype=torch.bool), groups_G2=slot_N.new_zeros(0, 2, dtype=torch.int32),
+            rope={False: stood.plain}, head_rope=None, visible={}, page={}, row={}, group_rope={}, position_N=position_N,
+            offset_N=torch.zeros_like(slot_N), tokens=0, longest=window + size,
+        )  # fmt: skip
+
+    def _stand(self, position_N: Tensor, slot_N: Tensor) -> RowPlaces:
+        state, c = self.state, self.config
+        return row_places(
+            position_N, slot_N, state.rows.table_device, state.freq_2P, ratios=(), window=c.plan.window,
+            cells=state.codes.shape[2], page_tokens=state.layout.page_tokens, heads=1, impl="gpu",
         )  # fmt: skip

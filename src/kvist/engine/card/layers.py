@@ -16,6 +16,7 @@ from kvist.engine.card.places import Places
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import AttentionWeights, CompressorWeights, IndexerWeights, LayerWeights, MixWeights, MoeWeights
 from kvist.kernels.experts.gpu import run_bank, run_shared
+from kvist.kernels.group_pool.gpu import pool_rows_gpu
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import Entered, pass_gpu
 from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
@@ -35,11 +36,13 @@ class Chosen:
     pool_NB: Tensor | None = None
 
 
-def wide_product(x_NI: Tensor, w_OI: Tensor) -> Tensor:
+def wide_product(x_NI: Tensor, w_OI: Tensor, out: Tensor | None = None) -> Tensor:
     """bfloat16 rows times a bfloat16 weight, float32 out: the products are exact, no sum is rounded to bfloat16."""
-    if x_NI.is_cuda:
+    if not x_NI.is_cuda:
+        return torch.mm(x_NI.float(), w_OI.float().t(), out=out)
+    if out is None:
         return torch.mm(x_NI, w_OI.t(), out_dtype=torch.float32)
-    return x_NI.float() @ w_OI.float().t()
+    return torch.mm(x_NI, w_OI.t(), out_dtype=torch.float32, out=out)
 
 
 def enter(config: ModelConfig, mix: MixWeights, y_ND: Tensor | None, x_NSD: Tensor, before: Mix) -> Entered:
@@ -94,24 +97,16 @@ class Layers:
         """The group that a row ends becomes a page's row and key; where it ends none, nothing is written (facts 5.1)."""
         eps = self.config.norm_eps
         if spec.ratio == 1:
-            latent_NC = torch.nn.functional.linear(h_ND, w.project)
+            latent_NC = rows_gpu(torch.nn.functional.linear(h_ND, w.project), norm=(w.norm, eps))
         else:
-            latent_NC = self._pooled(spec, at, wide_product(h_ND, w.project).unflatten(1, (2, self.config.head_dim)))
-        latent_NC = rows_gpu(latent_NC, norm=(w.norm, eps))
+            stand = (at.slot_long_N, at.position_N, at.offset_N)
+            raw_NX, tail = wide_product(h_ND, w.project), self.state.tails[spec.index]
+            latent_NC = pool_rows_gpu(raw_NX, tail, *stand, spec.ratio, (w.norm, eps))
         planes, rope = self.state.rows.sources[spec.index], at.group_rope[spec.ratio]
         page_N, row_N = at.page[spec.ratio], at.row[spec.ratio]
         write_rows(latent_NC, planes.main_codes, planes.main_scales, page_N, row_N, form="main_fp4", table=rope)
         key_NI = torch.nn.functional.linear(latent_NC, w.key)
         write_rows(key_NI, planes.key_codes, planes.key_scales, page_N, row_N, form="mxfp4", norm=(w.key_norm, eps), table=rope)
-
-    def _pooled(self, spec: LayerSpec, at: Places, new_N2C: Tensor) -> Tensor:
-        """Latents [N,C] of the groups that rows end, from raw channels and gates of the pass and of the slots' tails."""
-        tail, m = self.state.tails[spec.index], at.members[spec.ratio]
-        held_NR2C = tail[at.slot_long_N.unsqueeze(1), m.cell_NR]
-        both_NR2C = torch.where(m.inside_NR[..., None, None], new_N2C[m.row_NR], held_NR2C)
-        tail[at.slot_long_N, m.own_N] = new_N2C
-        kv_NRC, gate_NRC = both_NR2C.unbind(2)
-        return (kv_NRC * gate_NRC.softmax(1)).sum(1).bfloat16()
 
     def select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
         """Each query's rows of the layer's source, and the candidate pool where the layer publishes one."""

@@ -17,6 +17,7 @@ from kvist.cache.paged_memory import PagedMemory
 from kvist.config import ModelConfig
 from kvist.kernels.device.pages import DevicePages
 from kvist.kernels.sparse_attention.gpu import WindowRows
+from kvist.model.layers import inverse_frequencies
 from kvist.page_layout import PageLayout
 from kvist.quant import pack_fp8
 
@@ -50,6 +51,10 @@ class CardState:
         self.rows = PageRows(self.layout, pages + 1, slots + 1, most_tokens, device)
         self.pages = {layer: self._source(layer) for layer in self.rows.sources}
         self.most_rows = rows
+        kinds = {spec.ratio > 0: inverse_frequencies(config, spec) for spec in (*self.plan.layers, *self.plan.drafts)}
+        every = [kinds[kind] for kind in (False, True) if kind in kinds]
+        # Of layers without rows, which have their own theta, and of those with.
+        self.freq_2P = torch.stack([every[0], every[-1]]).to(device)
         back = config.engram_max_ngram_size - 1
         self.kept = max(1, back, *(spec.ratio - 1 for spec in self.plan.kv_sources))
         layers, cells, width = len(self.plan.layers) + len(self.plan.drafts), self.plan.window + rows, config.head_dim
@@ -77,7 +82,7 @@ class CardState:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        parts = (self.rows.bytes_PB, self.rows.table_device, self.codes, self.scales, self.history, self.targets)
+        parts = (self.rows.bytes_PB, self.rows.table_device, self.codes, self.scales, self.history, self.targets, self.freq_2P)
         return sum(part.nbytes for part in (*parts, *self.tails.values()))
 
     def ring(self, layer: int) -> WindowRows:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
-from kvist.kernels.device.gpu import fake_fp8_groups, rounded, sigmoid
+from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, let_next, rounded, sigmoid
 
 PLAIN = interpreted()
 
@@ -71,6 +71,17 @@ def _gather(tokens, positions, offsets_of, text, classes, history, slots, multip
 
 
 @triton.jit
+def _keep(tokens, positions, text, classes, history, slots, CELLS: tl.constexpr, PLAIN: tl.constexpr):
+    """One row."""
+    n = tl.program_id(0)
+    begin(PLAIN)
+    let_next(PLAIN)
+    seen = tl.load(text + n) != 0
+    held = tl.load(classes + tl.load(tokens + n), mask=seen, other=-1)
+    tl.store(history + tl.load(slots + n) * CELLS + tl.load(positions + n) % CELLS, held)
+
+
+@triton.jit
 def _add(x, kv, weight, text, eps, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PLAIN: tl.constexpr):
     """One stream of one row, in place."""
     n, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -113,6 +124,21 @@ def gather_rows(
             tables.pad, len(stored.codes), HEADS=heads, BACK=back, CELLS=cells, X=columns, W=width, PLAIN=PLAIN, num_warps=1,
         )  # fmt: skip
     return out
+
+
+def keep_classes(
+    token_N: Tensor, position_N: Tensor, text_N: Tensor, class_V: Tensor, history_SR: Tensor, slot_N: Tensor
+) -> None:
+    """Put rows' classes where `gather_rows` of later passes looks for them; -1 for rows inside an image. Raises GpuUnavailable.
+
+    Rows of one slot must fit into its cells, and leave those that a `gather_rows` at the same time may read.
+    """
+    require_gpu()
+    if len(token_N):
+        _keep[(len(token_N),)](
+            token_N, position_N, text_N, class_V, history_SR, slot_N, CELLS=history_SR.shape[1], PLAIN=PLAIN, num_warps=1,
+            **early(PLAIN),
+        )  # fmt: skip
 
 
 def add_memory(x_NSD: Tensor, kv_NX: Tensor, weight_SD: Tensor, text_N: Tensor, eps: float) -> None:
