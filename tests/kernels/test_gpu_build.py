@@ -131,3 +131,29 @@ def test_engram(n: int) -> None:
         gather_rows(ids, ids, ids, text, ids, torch.zeros(2, 4, dtype=torch.int64), ids, hashes, stored, 8)
         add_memory(torch.empty(n, 4, D, dtype=torch.bfloat16), rows(n, 5 * D), torch.empty(4, D), text, 1e-20)
     assert [kernel.local_bytes for kernel in built] == [0, 0]
+
+
+@pytest.mark.parametrize("n", [1, 64])
+def test_ends_of_a_step(n: int) -> None:
+    """Places, embedded streams and their means, groups, classes, best ids."""
+    from hopper import building
+
+    from kvist.kernels.best_token.gpu import best_token_gpu
+    from kvist.kernels.engram.gpu import keep_classes
+    from kvist.kernels.group_pool.gpu import pool_rows_gpu
+    from kvist.kernels.row_places.gpu import row_places_gpu
+    from kvist.kernels.streams.gpu import embed_streams_gpu, mean_streams_gpu
+
+    at, logits = torch.zeros(n, dtype=torch.int64), torch.empty(n, 129280)
+    sizes = {"ratios": (1, 2), "window": 128, "cells": 134, "page_tokens": 128, "heads": 32}
+    with building() as built:
+        row_places_gpu(at, at, torch.zeros(2, 64, dtype=torch.int32), torch.empty(2, 32), **sizes)  # type: ignore[arg-type]
+        x_NSD = embed_streams_gpu(at, rows(64, D), 4)
+        mean_streams_gpu(x_NSD, torch.empty(n, 3 * D, dtype=torch.bfloat16), D)
+        pool_rows_gpu(torch.empty(n, 1024), torch.empty(2, 9, 2, 512), at, at, at, 2, (torch.empty(512), 1e-20))
+        keep_classes(at, at, torch.ones(n, dtype=torch.bool), at, torch.zeros(2, 9, dtype=torch.int64), at)
+        best_token_gpu(logits, None)
+        best_token_gpu(logits, (rows(n, 256), rows(129280, 256)))
+    # Large angles are reduced exactly, which keeps a few words of the quotient in local memory.
+    assert built[0].local_bytes <= 32
+    assert [kernel.local_bytes for kernel in built[1:]] == [0] * 6
