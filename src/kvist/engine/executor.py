@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -32,6 +32,7 @@ from kvist.model.transformer import Transformer
 from kvist.page_layout import PageLayout
 
 LOG = logging.getLogger(__name__)
+HOPPER = (9, 0)
 
 
 class Memory(Protocol):
@@ -77,13 +78,14 @@ def executor(model: Transformer, config: EngineConfig, plan: MemoryPlan) -> tupl
     """
     device = model.embed.weight.device
     model.numerics.check_device(device)
-    _require_room(model, plan, device)
+    require_room(model, plan, device)
     drafts = config.drafts(model.config) > 0
     if model.numerics.impl == "gpu":
         lacking = lacks(model)
         if lacking is None:
             try:
-                return _on_card(model, plan, device, drafts=drafts)
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    return _on_card(model, plan, device, drafts=drafts)
             except (NotReleasedFormat, GpuUnavailable, BudgetTooSmall):
                 raise
             except ValueError as error:
@@ -115,7 +117,7 @@ def lacks(model: Transformer) -> str | None:
     return None
 
 
-def _require_room(model: Transformer, plan: MemoryPlan, device: torch.device) -> None:
+def require_room(model: Transformer, plan: MemoryPlan, device: torch.device) -> None:
     """BudgetTooSmall unless the device has free what the plan, and packing for the card, will take."""
     if device.type != "cuda":
         return
@@ -144,14 +146,29 @@ def _on_card(model: Transformer, plan: MemoryPlan, device: torch.device, *, draf
         page_tokens=plan.layout.page_tokens,
     )  # fmt: skip
     runner = CardExecutor(weights, state, drafts=drafts)
+    warmed(runner)
+    LOG.info("engine: the card's captured steps on %s (impl 'gpu'), %d rows a request and step", device, rows)
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) != HOPPER:
+        LOG.warning("engine: capability %d.%d, not %d.%d: general kernels run in place of those for Hopper", *found, *HOPPER)
+    return CardMemory(state), runner
+
+
+class Warming(Protocol):
+    """Who builds kernels before there are requests."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def warm(self) -> None: ...
+
+
+def warmed(runner: Warming) -> None:
+    """Build and run a first step. GpuUnavailable for whatever a compiler or driver says to it."""
     try:
         runner.warm()
     except GpuUnavailable:
         raise
     except Exception as error:
-        raise GpuUnavailable(f"impl 'gpu' does not run this model on {device}: {error}; impl 'ref' runs it") from error
-    LOG.info("engine: the card's captured steps on %s (impl 'gpu'), %d rows a request and step", device, rows)
-    return CardMemory(state), runner
+        raise GpuUnavailable(f"impl 'gpu' does not run this model on {runner.device}: {error}; impl 'ref' runs it") from error
 
 
 def _pack_experts(model: Transformer) -> None:

@@ -62,7 +62,9 @@ class Runner:
             raise ValueError(f"draft blocks read layers {low} of the encoder half; the decoder half starts at {self.split}")
 
     def guard(self) -> AbstractContextManager[object]:
-        """Where operators are native, torch's own threads stay out of their way."""
+        """Where operators are native, torch's own threads stay out of their way; a card is the current one in any thread."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
         return one_torch_thread() if self.model.numerics.product_impl == "cpu" else nullcontext()
 
     @torch.inference_mode()

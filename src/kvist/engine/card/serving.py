@@ -24,6 +24,7 @@ from kvist.engine.card.draft import CardDrafts
 from kvist.engine.card.prefill import Flow, Prefill
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import CardWeights
+from kvist.engine.replay import replay_span
 from kvist.engine.request import Job, State
 from kvist.engine.runner import StepResult
 from kvist.engine.scheduler import Piece
@@ -108,15 +109,28 @@ class CardExecutor:
         self.rows = self.tail_rows = 0
         self._filled: dict[int, tuple[int, int]] = {}
 
+    @torch.inference_mode()
     def warm(self) -> None:
-        """Build and run what a first token needs, so that a kernel which does not build is found before there are requests."""
-        self.model.runner(self.model.buffers(1, self.state.most_rows), 1, advance=False)()
+        """Build and run a page of a prompt, a step and a draft on the spare slot, so that a kernel which does not build is found
+        before there are requests."""
+        spare, size = self.state.spare, self.state.layout.page_tokens
+        span = replay_span(self.state.plan, size, 0, "bounded")
+        prompt = passes.Prompt.replayed(spare, np.zeros(size, dtype=np.int64), span)
+        bringer = self.prefill.bringer
+        planned = passes.plan_pass([passes.Piece(prompt=prompt, start=0, stop=size)], bringer.sizes)
+        self.prefill.compute(bringer.derive(planned, bringer.send(planned)))
+        held = self.model.buffers(1, 1)
+        held.slots_M.fill_(spare)
+        self.model.runner(held, 1, advance=False)()
+        if self.blocks is not None:
+            first_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.blocks.propose(first_1, first_1, torch.full_like(first_1, spare))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def guard(self) -> AbstractContextManager[object]:
-        """Nothing is in the way of anything."""
-        return nullcontext()
+        """Kernels are launched on the current device, which must be this one in whatever thread steps."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def check(self, pieces: Sequence[Piece]) -> dict[int, Exception]:
         """Pieces that cannot run, by number: those with pictures."""
