@@ -440,7 +440,8 @@ struct Consumer {
       for (int j = 0; j < 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      float higher = fmaxf(peak[h], most * c.scale);
+      // Whole numbers: shrinking is exact, and a probability is rounded the same whatever tile it is in (see ref.py).
+      float higher = fmaxf(peak[h], ceilf(most * c.scale));
       shrink[h] = power2(peak[h] - higher);
       peak[h] = higher;
       float sum = 0.f;

@@ -130,9 +130,12 @@ def _multiply(a, b, acc, WIDE: tl.constexpr):
 
 @triton.jit
 def _weigh(s, valid, peak, total, scale):
-    """Running softmax: probabilities of one more tile of keys, the shrink factor of what came before, peak and total."""
+    """Running softmax: probabilities of one more tile of keys, the shrink factor of what came before, peak and total.
+
+    Peaks are whole numbers in log2 (`ref.py`): shrinking is exact, and so is what tiles and shares round.
+    """
     s = tl.where(valid[None, :], s * scale, float("-inf"))
-    higher = tl.maximum(peak, tl.max(s, 1))
+    higher = tl.maximum(peak, tl.ceil(tl.max(s, 1)))
     p = tl.exp2(s - higher[:, None])
     shrink = tl.exp2(peak - higher)
     return p, shrink, higher, total * shrink + tl.sum(p, 1)
@@ -154,7 +157,7 @@ def _finish(out, cos, sin, n, head, pair, H, even, odd, peak, total, sink, PAIRS
             PLANAR: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Divide by the denominator with the sink, rotate back, write (`PLANAR`: as two planes of bfloat16)."""
     logit = tl.load(sink + head, mask=head < H, other=0.0) * LOG2_E
-    # The best key alone weighs 1: a sum of 0 means no key (and NaN is not 0).
+    # The best key alone weighs more than 1/2: a sum of 0 means no key (and NaN is not 0).
     any_key = total != 0
     total = total + tl.exp2(logit - peak)
     even = tl.where(any_key[:, None], even / total[:, None], 0.0)

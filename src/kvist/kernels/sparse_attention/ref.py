@@ -5,19 +5,25 @@ Shapes: N queries, H heads, C head width, T window entries, M rows, K selected r
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 TILE_QUERIES = 128
 
 
-def joint_softmax_output(scores_NHL: Tensor, valid_N1L: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
+def joint_softmax_output(scores_NHL: Tensor, valid_N1L: Tensor, sink_H: Tensor, *, rounds: bool) -> tuple[Tensor, Tensor]:
     """Masked scores -> (unnormalised probabilities, denominators [N,H,1]) in the dtype of the scores.
 
-    The running maximum is over real keys only; the sink enters the denominator alone. No key: probabilities 0.
+    The maximum is over real keys only; the sink enters the denominator alone. No key: probabilities 0. `rounds`: probabilities
+    will be rounded to bfloat16. The release rounds them relative to the maximum so far, so how depends on its tiles; here the
+    maximum is raised to a whole power of two, which makes the rounding the same for every order and every cut of the keys.
     """
     scores_NHL = scores_NHL.masked_fill(~valid_N1L, float("-inf"))
     peak_NH1 = scores_NHL.amax(-1, keepdim=True).clamp_min(-1e30)
+    if rounds:
+        peak_NH1 = (peak_NH1 / math.log(2)).ceil() * math.log(2)
     weights_NHL = torch.exp(scores_NHL - peak_NH1)
     sink_1H1 = sink_H.to(scores_NHL.dtype).view(1, -1, 1)
     return weights_NHL, weights_NHL.sum(-1, keepdim=True) + torch.exp(sink_1H1 - peak_NH1)
@@ -56,7 +62,7 @@ def _tile(
     sink_H: Tensor,
     wide: torch.dtype,
 ) -> Tensor:
-    scale = q_NHC.shape[-1] ** -0.5
+    scale, rounds = q_NHC.shape[-1] ** -0.5, q_NHC.dtype is torch.bfloat16
     low, high = int(span_N2[:, 0].min()), int(span_N2[:, 1].max())
     band_TC = window_TC[low:high]
     at_T = torch.arange(low, high, device=q_NHC.device)
@@ -68,8 +74,8 @@ def _tile(
         row_scores_NHK = torch.einsum("nhc,nkc->nhk", q_NHC.to(wide), picked_NKC.to(wide)) * scale
         scores_NHL = torch.cat([scores_NHL, row_scores_NHK], -1)
         valid_NL = torch.cat([valid_NT, topk_NK >= 0], -1)
-    weights_NHL, total_NH1 = joint_softmax_output(scores_NHL, valid_NL.unsqueeze(1), sink_H)
-    if q_NHC.dtype is torch.bfloat16:  # the release rounds probabilities, not their denominator
+    weights_NHL, total_NH1 = joint_softmax_output(scores_NHL, valid_NL.unsqueeze(1), sink_H, rounds=rounds)
+    if rounds:  # the release rounds probabilities, not their denominator
         weights_NHL = weights_NHL.bfloat16().to(wide)
     t = band_TC.shape[0]
     out_NHC = torch.einsum("nht,tc->nhc", weights_NHL[..., :t], band_TC.to(wide))
@@ -106,7 +112,7 @@ def sparse_attention_rows(
         keys_LC = torch.where(valid_L.unsqueeze(1), keys_LC, 0.0).float()
         q_HC, valid_11L = q_NHC[n].float(), valid_L.view(1, 1, -1)
         scores_1HL = (q_HC @ keys_LC.T).unsqueeze(0) * q_NHC.shape[-1] ** -0.5
-        weights_1HL, total_1H1 = joint_softmax_output(scores_1HL, valid_11L, sink_H)
+        weights_1HL, total_1H1 = joint_softmax_output(scores_1HL, valid_11L, sink_H, rounds=q_NHC.dtype is torch.bfloat16)
         out_1HC = (weights_1HL[0].to(q_NHC.dtype).float() @ keys_LC).unsqueeze(0)
         outs.append(_finish(out_1HC, total_1H1, valid_11L, q_NHC.dtype))
     return torch.cat(outs) if outs else torch.empty_like(q_NHC)
