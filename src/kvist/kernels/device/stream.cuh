@@ -1,15 +1,16 @@
 // One row times stored FP4 and FP8 weights at the rate of memory, for Hopper (sm_90a): pieces of several kernels.
 //
-// A warp reads chunks of panels (64 outputs; `panels.py`) through a ring of its own in shared memory, filled by bulk copies it issues
-// itself: no warp waits for another. Weights do not depend on the launch before, so rings are filled before it has ended. Products are
-// exact in bfloat16, sums float32. Knows no operator.
+// One lane brings chunks of panels (64 outputs; `panels.py`) by bulk copies into a ring in shared memory, warps take them in turn. Weights
+// do not depend on the launch before, so the ring is filled before it has ended. Products are exact in bfloat16, sums float32. Knows no
+// operator.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-static const int WARPS = 8;           // that multiply
+static const int WARPS = 12;          // that multiply
+static const int ROW_THREADS = 256;   // that norm and quantise a row
 static const int CODES = 4096;        // bytes of a chunk: 64 outputs x 128 FP4 or 64 FP8 inputs
 static const int FP4_SCALES = 256;    // bytes of a chunk of FP4
 
@@ -46,6 +47,12 @@ __device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void read_ahead(const u8* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void group_barrier(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at_group(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -143,7 +150,14 @@ __device__ __forceinline__ uint4 shared_words(const u8* at) { return *(const uin
 // A panel's 64 sums of a warp: outputs 16 m + g and 8 more lie in lanes 4 g, at [m][0] and [m][2].
 typedef float Sums[4][4];
 
-// Adds a chunk of FP4 (128 inputs at `x`, bfloat16) or FP8 (64 inputs; `pairs` its four exponents).
+__device__ __forceinline__ void left_fp4(u32 (&a)[4][4], u32 w0, u32 w1, u32 w2, u32 w3, const u32 (&f)[4], const u32 (&s)[4]) {
+  u32 o[4][4];
+  expand_fp4(w0, f, o[0]), expand_fp4(w1, s, o[1]), expand_fp4(w2, f, o[2]), expand_fp4(w3, s, o[3]);
+#pragma unroll
+  for (int r = 0; r < 4; r++) a[r][0] = o[0][r], a[r][1] = o[1][r], a[r][2] = o[2][r], a[r][3] = o[3][r];
+}
+// Adds a chunk of FP4 (128 inputs at `x`, bfloat16) or FP8 (64 inputs; `pairs` its four exponents). Two tiles of 16 outputs go side by
+// side, so that a product seldom waits for the one before.
 __device__ __forceinline__ void add_fp4(Sums& sums, const u8* stage, const u8* x, int lane) {
   int g = lane >> 2, t = lane & 3;
   uint4 in[4];
@@ -151,19 +165,29 @@ __device__ __forceinline__ void add_fp4(Sums& sums, const u8* stage, const u8* x
   for (int r = 0; r < 4; r++) in[r] = g ? make_uint4(0, 0, 0, 0) : shared_words(x + r * 64 + t * 16);
   const u32* scales = (const u32*)(stage + CODES);
 #pragma unroll
-  for (int m = 0; m < 4; m++) {
-    int row = m * 16 + g;
-    uint4 top = shared_words(stage + row * 64 + t * 16), low = shared_words(stage + (row + 8) * 64 + t * 16);
-    u32 first = scales[row] + 0x7E7E7E7E, second = scales[row + 8] + 0x7E7E7E7E, f[4], s[4];
+  for (int m = 0; m < 4; m += 2) {
+    uint4 top[2], low[2];
+    u32 f[2][4], s[2][4], a[2][4][4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) f[r] = factor_of(first, r), s[r] = factor_of(second, r);
-    u32 a0[4], a1[4], a2[4], a3[4];
-    expand_fp4(top.x, f, a0), expand_fp4(low.x, s, a1), expand_fp4(top.y, f, a2), expand_fp4(low.y, s, a3);
+    for (int i = 0; i < 2; i++) {
+      int row = (m + i) * 16 + g;
+      top[i] = shared_words(stage + row * 64 + t * 16), low[i] = shared_words(stage + (row + 8) * 64 + t * 16);
+      u32 first = scales[row] + 0x7E7E7E7E, second = scales[row + 8] + 0x7E7E7E7E;
 #pragma unroll
-    for (int r = 0; r < 4; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].x, in[r].y);
-    expand_fp4(top.z, f, a0), expand_fp4(low.z, s, a1), expand_fp4(top.w, f, a2), expand_fp4(low.w, s, a3);
+      for (int r = 0; r < 4; r++) f[i][r] = factor_of(first, r), s[i][r] = factor_of(second, r);
+    }
 #pragma unroll
-    for (int r = 0; r < 4; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].z, in[r].w);
+    for (int i = 0; i < 2; i++) left_fp4(a[i], top[i].x, low[i].x, top[i].y, low[i].y, f[i], s[i]);
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) product_16(sums[m + i], a[i][r][0], a[i][r][1], a[i][r][2], a[i][r][3], in[r].x, in[r].y);
+#pragma unroll
+    for (int i = 0; i < 2; i++) left_fp4(a[i], top[i].z, low[i].z, top[i].w, low[i].w, f[i], s[i]);
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) product_16(sums[m + i], a[i][r][0], a[i][r][1], a[i][r][2], a[i][r][3], in[r].z, in[r].w);
   }
 }
 __device__ __forceinline__ void add_fp8(Sums& sums, const u8* stage, u32 pairs, const u8* x, bool paired, int lane) {
@@ -172,23 +196,32 @@ __device__ __forceinline__ void add_fp8(Sums& sums, const u8* stage, u32 pairs, 
 #pragma unroll
   for (int r = 0; r < 2; r++) in[r] = g ? make_uint4(0, 0, 0, 0) : shared_words(x + r * 64 + t * 16);
   // Exponents belong to outputs of one parity (gates, ups), or to the first and second 32 outputs.
-  u32 both = pairs + 0x78787878, f[2][2];
+  u32 both = pairs + 0x78787878;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    u32 own = both >> ((paired ? g & 1 : half) * 16);
-    f[half][0] = factor_of(own, 0), f[half][1] = factor_of(own, 1);
-  }
+  for (int m = 0; m < 4; m += 2) {
+    u32 own = both >> ((paired ? g & 1 : m / 2) * 16), f[2] = {factor_of(own, 0), factor_of(own, 1)}, a[2][2][4];
+    uint4 top[2], low[2];
 #pragma unroll
-  for (int m = 0; m < 4; m++) {
-    int row = m * 16 + g;
-    uint4 top = shared_words(stage + row * 64 + t * 16), low = shared_words(stage + (row + 8) * 64 + t * 16);
-    u32 a0[2], a1[2], a2[2], a3[2];
-    expand_fp8(top.x, f[m / 2], a0), expand_fp8(low.x, f[m / 2], a1), expand_fp8(top.y, f[m / 2], a2), expand_fp8(low.y, f[m / 2], a3);
+    for (int i = 0; i < 2; i++) {
+      int row = (m + i) * 16 + g;
+      top[i] = shared_words(stage + row * 64 + t * 16), low[i] = shared_words(stage + (row + 8) * 64 + t * 16);
+    }
 #pragma unroll
-    for (int r = 0; r < 2; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].x, in[r].y);
-    expand_fp8(top.z, f[m / 2], a0), expand_fp8(low.z, f[m / 2], a1), expand_fp8(top.w, f[m / 2], a2), expand_fp8(low.w, f[m / 2], a3);
+    for (int h = 0; h < 2; h++) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) product_16(sums[m], a0[r], a1[r], a2[r], a3[r], in[r].z, in[r].w);
+      for (int i = 0; i < 2; i++) {
+        u32 o[4][2];
+        expand_fp8(h ? top[i].z : top[i].x, f, o[0]), expand_fp8(h ? low[i].z : low[i].x, f, o[1]);
+        expand_fp8(h ? top[i].w : top[i].y, f, o[2]), expand_fp8(h ? low[i].w : low[i].y, f, o[3]);
+#pragma unroll
+        for (int q = 0; q < 4; q++) a[i][0][q] = o[q][0], a[i][1][q] = o[q][1];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          product_16(sums[m + i], a[i][r][0], a[i][r][1], a[i][r][2], a[i][r][3], h ? in[r].z : in[r].x, h ? in[r].w : in[r].y);
+    }
   }
 }
 __device__ __forceinline__ void keep(float* to, const Sums& sums, int lane) {
@@ -222,25 +255,45 @@ __device__ __forceinline__ void quantise_row(u8* x, int inputs, int thread, int 
   }
 }
 
-// A warp's ring: `STAGES` chunks of `BYTES` and a barrier for each.
-template <int STAGES, int BYTES> struct Ring {
+// Chunks on their way: `SLOTS` of `BYTES` in shared memory. One lane fills them in turn; chunk i belongs to warp i modulo `WARPS`.
+template <int SLOTS, int BYTES> struct Ring {
+  static const int BARRIER_BYTES = 16 * SLOTS;
   u8* data;
-  u32 barriers;
-  int stage, parity;
-  __device__ __forceinline__ void open(u8* rings, u8* all_barriers, int warp, int lane) {
-    data = rings + warp * STAGES * BYTES;
-    barriers = shared_address(all_barriers) + warp * STAGES * 8;
-    stage = parity = 0;
-    if (lane == 0) {
-      for (int s = 0; s < STAGES; s++) barrier_init(barriers + 8 * s, 1);
-      barriers_ready();
-    }
-    __syncwarp();
+  u32 full, empty;
+  int slot, parity;
+  __device__ __forceinline__ void open(u8* at, u8* barriers, int first) {
+    data = at, full = shared_address(barriers), empty = full + 8 * SLOTS, slot = first, parity = 0;
   }
-  __device__ __forceinline__ u8* at(int s) { return data + s * BYTES; }
-  __device__ __forceinline__ u32 barrier(int s) { return barriers + 8 * s; }
-  __device__ __forceinline__ void arrived() { wait(barriers + 8 * stage, parity); }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+  // By one lane, before the others look.
+  __device__ __forceinline__ void make() {
+#pragma unroll 1
+    for (int s = 0; s < SLOTS; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 1);
+    barriers_ready();
+  }
+  __device__ __forceinline__ const u8* arrived() const {
+    wait(full + 8 * slot, parity);
+    return data + slot * BYTES;
+  }
+  // The warp has read its chunk.
+  __device__ __forceinline__ void free(int lane) {
+    __syncwarp();
+    if (lane == 0) arrive(empty + 8 * slot);
+  }
+  __device__ __forceinline__ void advance(int by) {
+    slot += by;
+    if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
+  }
+  // For the lane that fills: waits until the slot is free, then expects and issues.
+  __device__ __forceinline__ void fill(int number, const u8* codes, const u8* scales) {
+    if (number >= SLOTS) wait(empty + 8 * slot, parity ^ 1);
+    expect(full + 8 * slot, scales ? CODES + FP4_SCALES : CODES);
+    bulk_copy(data + slot * BYTES, codes, CODES, full + 8 * slot);
+    if (scales) bulk_copy(data + slot * BYTES + CODES, scales, FP4_SCALES, full + 8 * slot);
+    advance(1);
   }
 };
+__device__ __forceinline__ void fetch_ahead(const u8* from, i64 bytes, int block, int blocks) {
+  i64 share = bytes / blocks / 16 * 16, at = (i64)block * share;
+#pragma unroll 1
+  for (i64 done = 0; done < share; done += 16384) read_ahead(from + at + done, (u32)min(share - done, (i64)16384));
+}

@@ -6,9 +6,9 @@
 // from the others' parts in their order; downs are left as parts for the next pass: bits never depend on timing. All blocks must be on
 // the card at once. Knows no layers.
 
-static const int STAGES = 5;
-static const int STAGE = CODES + FP4_SCALES;
-static const int THREADS = 288;      // eight warps that multiply, one that chooses
+static const int SLOTS = 36;
+static const int SLOT = CODES + FP4_SCALES;
+static const int THREADS = 32 * (WARPS + 2);  // one warp brings weights, one chooses
 static const int MOST_EXPERTS = 12;  // of a lane
 static const int MOST_CHOSEN = 16;
 static const int MOST_GATES = 3;     // rows of the router a block
@@ -47,7 +47,7 @@ struct Shared {  // of a block, behind the rings
   u32 counts[32];  // warps that are done with a slot's sums
   int ids[MOST_CHOSEN];
   float weights[MOST_CHOSEN];
-  float partial[MOST_GATES][WARPS];
+  float partial[MOST_GATES][ROW_THREADS / 32];
   float scores[MOST_EXPERTS * 32];
   u8 barriers[16];  // choice made; hidden rows whole
 };
@@ -168,57 +168,38 @@ struct Run {  // a block's part of a phase
   }
 };
 
-// What a warp's ring reads next.
-struct Reader {
-  int phase, unit, end, expert, panel, place;
-};
-
 struct Work {
   Run shared_up, routed_up, down;
   int fp4_down, fp8_down, up_panels, up_all;  // chunks of a down panel an expert; panels and chunks of an expert's gate+up
-  Ring<STAGES, STAGE> ring;
-  Reader reader;
+  Ring<SLOTS, SLOT> ring;
 };
 
-// Issues the next chunk of the warp into the stage `ahead` of the one in turn, if there is one; one lane.
-__device__ __forceinline__ bool fetch(const Call& c, Work& w, const Shared* own, int ahead, int warp) {
-  Reader& r = w.reader;
-  while (r.unit >= r.end) {
-    if (r.phase == 2) return false;
-    if (r.phase++ == 0) {
-      wait(shared_address(own->barriers), 0);
-      r.unit = w.routed_up.first + warp, r.end = w.routed_up.end, r.expert = (u32)r.unit / (u32)w.up_all;
-    } else {
-      r.unit = w.down.first + warp, r.end = w.down.end;
-      r.panel = (u32)r.unit / (u32)w.down.chunks, r.place = r.unit - r.panel * w.down.chunks;
-    }
+// One lane brings all chunks of a block in turn; only what follows the shared gate+up waits for the choice.
+__device__ __forceinline__ void bring(const Call& c, Work& w, const Shared* own) {
+  int number = 0;
+#pragma unroll 1
+  for (int unit = w.shared_up.first; unit < w.shared_up.end; unit++) w.ring.fill(number++, c.shared_up_codes + (i64)unit * CODES, nullptr);
+  wait(shared_address(own->barriers), 0);
+  int expert = (u32)w.routed_up.first / (u32)w.up_all, left = (expert + 1) * w.up_all - w.routed_up.first;
+  i64 chunk = (i64)own->ids[min(expert, c.chosen - 1)] * w.up_all + (w.up_all - left);
+#pragma unroll 1
+  for (int unit = w.routed_up.first; unit < w.routed_up.end; unit++, chunk++, left--) {
+    if (left == 0) chunk = (i64)own->ids[++expert] * w.up_all, left = w.up_all;
+    w.ring.fill(number++, c.up_codes + chunk * CODES, c.up_scales + chunk * FP4_SCALES);
   }
-  int stage = w.ring.stage + ahead;
-  if (stage >= STAGES) stage -= STAGES;
-  u8* to = w.ring.at(stage);
-  u32 barrier = w.ring.barrier(stage);
-  const u8* codes;
-  i64 chunk = -1;
-  if (r.phase == 0) codes = c.shared_up_codes + (i64)r.unit * CODES;
-  else if (r.phase == 1) {
-    while (r.unit >= (r.expert + 1) * w.up_all) r.expert++;
-    chunk = (i64)own->ids[r.expert] * w.up_all + (r.unit - r.expert * w.up_all);
-    codes = c.up_codes + chunk * CODES;
-  } else {
-    int fp4 = c.chosen * w.fp4_down, panels = c.width / 64;
-    if (r.place < fp4) {
-      int e = (u32)r.place / (u32)w.fp4_down;
-      chunk = ((i64)own->ids[e] * panels + r.panel) * w.fp4_down + (r.place - e * w.fp4_down);
-      codes = c.down_codes + chunk * CODES;
-    } else codes = c.shared_down_codes + ((i64)r.panel * w.fp8_down + (r.place - fp4)) * CODES;
-    r.place += WARPS;
-    while (r.place >= w.down.chunks) r.place -= w.down.chunks, r.panel++;
+  int panel = w.down.panel, place = w.down.first - panel * w.down.chunks, fp4 = c.chosen * w.fp4_down, panels = c.width / 64;
+  int e = (u32)place / (u32)w.fp4_down, within = place - e * w.fp4_down;
+#pragma unroll 1
+  for (int unit = w.down.first; unit < w.down.end; unit++) {
+    if (place < fp4) {
+      chunk = ((i64)own->ids[e] * panels + panel) * w.fp4_down + within;
+      w.ring.fill(number++, c.down_codes + chunk * CODES, c.down_scales + chunk * FP4_SCALES);
+    } else w.ring.fill(number++, c.shared_down_codes + ((i64)panel * w.fp8_down + (place - fp4)) * CODES, nullptr);
+    place++;
+    if (++within == w.fp4_down) within = 0, e++;
+    if (place == w.down.chunks) place = within = e = 0, panel++;
   }
-  expect(barrier, chunk >= 0 ? STAGE : CODES);
-  bulk_copy(to, codes, CODES, barrier);
-  if (chunk >= 0) bulk_copy(to + CODES, (r.phase == 1 ? c.up_scales : c.down_scales) + chunk * FP4_SCALES, FP4_SCALES, barrier);
-  r.unit += WARPS;
-  return true;
+  if (c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, blockIdx.x, c.blocks);
 }
 
 // Whether this warp is the last of the block to leave its sums in a slot.
@@ -233,13 +214,13 @@ __device__ __forceinline__ bool last_of(u32* count, int lane) {
   return __shfl_sync(0xFFFFFFFF, before, 0) == WARPS - 1;
 }
 
-// The inputs of all of a warp's chunks of down, at once.
-__device__ __forceinline__ void take_hidden(const Call& c, const Work& w, u8* to, int warp, int lane) {
+// The inputs of all of a warp's chunks of down, from `first` on, at once.
+__device__ __forceinline__ void take_hidden(const Call& c, const Work& w, u8* to, u32 first, int lane) {
   const Run& run = w.down;
   u32 fp4 = c.chosen * w.fp4_down;
 #pragma unroll 1
   for (int i = lane; i < (c.down_share + WARPS - 1) / WARPS * 16; i += 32) {
-    u32 unit = run.first + warp + i / 16 * WARPS, place = unit % (u32)run.chunks, piece = i % 16;
+    u32 unit = first + i / 16 * WARPS, place = unit % (u32)run.chunks, piece = i % 16;
     if (unit >= (u32)run.end || (place >= fp4 && piece >= 8)) continue;
     u32 e = place < fp4 ? place / (u32)w.fp4_down : c.chosen;
     u32 d = place < fp4 ? (place - e * w.fp4_down) * 128 : (place - fp4) * 64;
@@ -274,67 +255,58 @@ __device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared
   if (phase) {
     expert = (u32)panel / (u32)w.up_panels, panel -= expert * w.up_panels;
     add_following(whole, parts, flags, block, c.routed_share, stop, lane);
-  } else if (stop > run.end) return;  // parts of others come as late as these: the ninth warp finishes such a panel
+  } else if (stop > run.end) return;  // parts of others come as late as these: the warp that chooses finishes such a panel
   finish(c, whole.x, whole.y, expert, panel, phase ? own->weights[expert] : 1.f, lane);
 }
 
 __device__ __forceinline__ void multiply(const Call& c, Work& w, Shared* own, float* sums, const u32* up_table, const u32* down_table, u8* x,
-                                         int pending, int warp, int lane) {
+                                         int warp, int lane) {
+  int behind = warp;  // chunks of the run before the warp's next one
 #pragma unroll 1
   for (int phase = 0; phase < 3; phase++) {
     Run run = phase == 0 ? w.shared_up : phase == 1 ? w.routed_up : w.down;
     // Behind this many chunks of a panel come chunks of FP8.
     int fp4 = phase == 0 ? 0 : phase == 1 ? run.chunks : c.chosen * w.fp4_down;
     const u32* table = phase == 0 ? up_table : down_table;
-    int base = phase == 1 ? w.shared_up.slots : 0, unit = run.first + warp, panel = run.panel;
+    int base = phase == 1 ? w.shared_up.slots : 0, unit = run.first + behind, panel = run.panel;
     u32* counts = own->counts + (phase == 2 ? 16 : base);
     u8* in = x;
     if (phase == 1) wait(shared_address(own->barriers), 0);
     if (phase == 2) {
-      if (lane == 0 && c.ahead_bytes) {
-        i64 share = c.ahead_bytes / (c.blocks * WARPS) / 16 * 16, at = (i64)(blockIdx.x * WARPS + warp) * share;
-#pragma unroll 1
-        for (i64 done = 0; done < share; done += 16384) read_ahead(c.ahead + at + done, (u32)min(share - done, (i64)16384));
-      }
       wait(shared_address(own->barriers) + 8, 0);
       in += warp * ((c.down_share + WARPS - 1) / WARPS) * 256;
-      take_hidden(c, w, in, warp, lane);
+      take_hidden(c, w, in, unit, lane);
     }
-    #pragma unroll 1
+#pragma unroll 1
     for (int slot = 0; slot < run.slots; slot++, panel++) {
       int stop = min(run.end, (panel + 1) * run.chunks);
       Sums total = {};
 #pragma unroll 1
       for (; unit < stop; unit += WARPS) {
-        if (lane == 0) {
-#pragma unroll 1
-          for (; pending < STAGES && fetch(c, w, own, pending, warp); pending++) {}
-        }
-        w.ring.arrived();
-        const u8* stage = w.ring.at(w.ring.stage);
+        const u8* chunk = w.ring.arrived();
         int place = unit - panel * run.chunks;
         if (phase < 2) in = x + place * (phase ? 256 : 128);
-        if (place < fp4) add_fp4(total, stage, in, lane);
-        else add_fp8(total, stage, table[unit - run.first], in, phase == 0, lane);
+        if (place < fp4) add_fp4(total, chunk, in, lane);
+        else add_fp8(total, chunk, table[unit - run.first], in, phase == 0, lane);
         if (phase == 2) in += 256;
-        __syncwarp();
-        w.ring.advance();
-        pending--;
+        w.ring.free(lane);
+        w.ring.advance(WARPS);
       }
       float* mine = sums + (base + slot) * WARPS * 64;
       keep(mine + warp * 64, total, lane);
       if (last_of(counts + slot, lane)) leave(c, w, own, mine, run, phase, panel, lane);
     }
+    behind = unit - run.end;
   }
 }
 
-// The ninth warp: logits, the choice, the shared expert's panels of several blocks, and word of whole hidden rows.
+// A warp beside those that multiply: logits, the choice, the shared expert's panels of several blocks, and word of whole hidden rows.
 __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own, const float* sums, int lane) {
   int block = blockIdx.x;
   if (lane == 0) {
     for (int g = 0; g < MOST_GATES && block + g * c.blocks < c.experts; g++) {
       float sum = 0.f;
-      for (int i = 0; i < WARPS; i++) sum += own->partial[g][i];
+      for (int i = 0; i < ROW_THREADS / 32; i++) sum += own->partial[g][i];
       c.logits[block + g * c.blocks] = sum;
     }
     __threadfence();
@@ -354,7 +326,11 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
     add_following(whole, c.shared_parts, c.counters + FLAGS, block, c.shared_share, stop, lane);
     finish(c, whole.x, whole.y, c.chosen, panel, 1.f, lane);
   }
-  if (block == c.blocks - 1) coefficients(c.streams, lane);
+  if (block == c.blocks - 1) {
+    part_sums(c.streams, own->scores, 0, 1, lane);
+    __syncwarp();
+    coefficients(c.streams, own->scores, 1, lane);
+  }
   if (lane == 0) {
     u32 all = (c.chosen + 1) * w.up_panels;
     while (seen(c.counters + PANELS) != all) {}
@@ -368,7 +344,6 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
-  bool multiplies = warp < WARPS;
   Work w;
   w.up_panels = c.hidden_width / 32, w.up_all = w.up_panels * (c.width / 128);
   w.fp4_down = c.hidden_width / 128, w.fp8_down = c.hidden_width / 64;
@@ -377,38 +352,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
   w.routed_up.cut(block, c.routed_share, c.chosen * w.up_all, c.width / 128);
   w.down.cut(block, c.down_share, c.width / 64 * down_chunks, down_chunks);
 
-  u8* all_barriers = raw + WARPS * STAGES * STAGE;
-  Shared* own = (Shared*)(all_barriers + 8 * WARPS * STAGES);
+  u8* barriers = raw + SLOTS * SLOT;
+  Shared* own = (Shared*)(barriers + 16 * SLOTS);
   u8* x = (u8*)(own + 1);
   float* sums = (float*)(x + max(2 * c.width, (c.down_share + WARPS - 1) / WARPS * WARPS * 256));
   u32* up_table = (u32*)(sums + c.slots * WARPS * 64);
   u32* down_table = up_table + c.shared_share;
-  int pending = 0;
-  if (multiplies) {
-    w.ring.open(raw, all_barriers, warp, lane);
-    w.reader.phase = 0, w.reader.unit = w.shared_up.first + warp, w.reader.end = w.shared_up.end;
-    // What does not depend on the choice may be read before the launch before has ended.
-    if (lane == 0) {
-#pragma unroll 1
-      for (; pending < STAGES && w.reader.unit < w.reader.end; pending++, w.reader.unit += WARPS) {
-        expect(w.ring.barrier(pending), CODES);
-        bulk_copy(w.ring.at(pending), c.shared_up_codes + (i64)w.reader.unit * CODES, CODES, w.ring.barrier(pending));
-      }
-    }
-  } else {
-    if (lane == 0) barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
-    own->counts[lane] = 0;
-  }
+  w.ring.open(raw, barriers, warp < WARPS ? warp : 0);
   let_next();
-#pragma unroll 1
-  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += THREADS)
-    up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
-#pragma unroll 1
-  for (int i = thread; i < w.down.end - w.down.first; i += THREADS) {
-    int unit = w.down.first + i, panel = (u32)unit / (u32)down_chunks, place = unit - panel * down_chunks - c.chosen * w.fp4_down;
-    if (place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
+  if (warp == WARPS) {
+    if (lane == 0) {
+      w.ring.make();
+      barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
+      barriers_ready();
+    }
+    own->counts[lane] = 0;
+    __syncwarp();
+    // The barriers are made: weights may come before what the launch before has left is read.
+    arrive_at_group(2, THREADS);
+    if (lane == 0) bring(c, w, own);
+    return;
   }
-  if (multiplies) {
+#pragma unroll 1
+  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += 32 * WARPS)
+    if (thread < 32 * WARPS) up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
+#pragma unroll 1
+  for (int i = thread; i < w.down.end - w.down.first; i += 32 * WARPS) {
+    int unit = w.down.first + i, panel = (u32)unit / (u32)down_chunks, place = unit - panel * down_chunks - c.chosen * w.fp4_down;
+    if (thread < 32 * WARPS && place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
+  }
+  if (thread < ROW_THREADS) {
     float4 norm[D_STEPS];
     norm_weights(norm, c.streams, thread);
     uint2 gates[MOST_GATES][D_STEPS];
@@ -437,10 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
       if (lane == 0) own->partial[g][warp] = sum;
     }
   } else wait_for_launch();
-  __syncthreads();
-  if (!multiplies) {
-    clerk(c, w, own, sums, lane);
-    return;
-  }
-  multiply(c, w, own, sums, up_table, down_table, x, pending, warp, lane);
+  group_barrier(2, THREADS);
+  if (warp > WARPS) clerk(c, w, own, sums, lane);
+  else multiply(c, w, own, sums, up_table, down_table, x, warp, lane);
 }

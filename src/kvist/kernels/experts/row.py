@@ -21,14 +21,15 @@ from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-STAGES = 5
-THREADS = 288
+SLOTS = 36
+THREADS = 32 * (WARPS + 2)
+ROW_WARPS = 8
 MOST_EXPERTS = 384
 MOST_CHOSEN = 16
 MOST_GATES = 3
 MOST_SLOTS = 16
 MOST_SHARED_BYTES = 226 << 10
-_OWN_BYTES = 4 * (32 + 2 * MOST_CHOSEN + MOST_GATES * WARPS + MOST_EXPERTS) + 16
+_OWN_BYTES = 4 * (32 + 2 * MOST_CHOSEN + MOST_GATES * ROW_WARPS + MOST_EXPERTS) + 16
 _POINTERS = (
     "gate", "bias_text", "bias_image", "text", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes",
     "shared_up_scales", "shared_down_codes", "shared_down_scales", "logits", "shared_parts", "routed_parts", "hidden", "out",
@@ -138,7 +139,7 @@ def experts_row(
     )  # fmt: skip
     inputs = max(2 * d, -(-cut.shares[2] // WARPS) * WARPS * 256)
     room = (
-        WARPS * STAGES * (CODES + 256 + 8) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
+        SLOTS * (CODES + 256 + 16) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
     )
     if room > MOST_SHARED_BYTES:
         raise ValueError(

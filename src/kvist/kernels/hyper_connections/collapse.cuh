@@ -67,11 +67,23 @@ __device__ __forceinline__ void share(float& a, float& b, float& c, float& d, fl
   a *= r, b *= r, c *= r, d *= r;
 }
 
-// By one warp.
-__device__ __forceinline__ void coefficients(const Streams& s, int lane) {
+// A warp's share of the sums over parts, which `coefficients` adds: 32 floats. Many loads at once: each waits for L2.
+__device__ __forceinline__ void part_sums(const Streams& s, float* to, int first, int by, int lane) {
   float total = 0.f;
-#pragma unroll 4
-  for (int part = 0; part < s.count; part++) total += s.parts[part * 32 + lane];
+#pragma unroll 1
+  for (int begin = first; begin < s.count; begin += 10 * by) {
+    float own[10];
+#pragma unroll
+    for (int i = 0; i < 10; i++) own[i] = begin + i * by < s.count ? s.parts[(begin + i * by) * 32 + lane] : 0.f;
+#pragma unroll
+    for (int i = 0; i < 10; i++) total += own[i];
+  }
+  to[lane] = total;
+}
+// By one warp, from `shares` warps' sums.
+__device__ __forceinline__ void coefficients(const Streams& s, const float* room, int shares, int lane) {
+  float total = 0.f;
+  for (int w = 0; w < shares; w++) total += room[w * 32 + lane];
   total *= 1.f / sqrtf(__shfl_sync(0xFFFFFFFF, total, 24) / (4.f * s.width) + s.norm_eps);
   float logit = lane < 24 ? total * s.scale[lane < 4 ? 0 : lane < 8 ? 1 : 2] + s.base[lane] : 0.f;
   float gate = 1.f / (1.f + power2(-1.4426950408889634f * max(logit, -80.f)));

@@ -4,8 +4,8 @@
 // Panels that blocks share are left as parts, which whoever reads them adds in their order: bits never depend on timing. What stands
 // before the product (norm, quantiser, sum of parts) is done by every block for itself. Knows no layers.
 
-static const int STAGES = 3;
-static const int THREADS = 256;
+static const int SLOTS = 24;
+static const int THREADS = 32 * (WARPS + 1);  // one warp brings weights
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
 static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
 static const int TOGETHER = 6;    // parts that are read at once
@@ -43,11 +43,11 @@ __device__ __forceinline__ float whole_of(const float* parts, int at, int width,
   return rounded(sum);
 }
 
-// Sums of squares of a block's threads, on all of them. `room`: 8 floats.
-__device__ __forceinline__ float block_sum(float x, float* room, int thread) {
+// The sum over the threads of a row, on all of them. `room`: 8 floats.
+__device__ __forceinline__ float row_sum(float x, float* room, int thread) {
   x = warp_sum(x);
   if ((thread & 31) == 0) room[thread >> 5] = x;
-  __syncthreads();
+  group_barrier(1, ROW_THREADS);
   float total = 0.f;
   for (int w = 0; w < 8; w++) total += room[w];
   return total;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* r
   float v[PART_STEPS][4], squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PART_STEPS; i++) {
-    int at = 4 * (thread + THREADS * i);
+    int at = 4 * (thread + ROW_THREADS * i);
     float sum[4] = {};
     if (at < c.inputs) {
       int panel = at / 64, first = panel * c.in_chunks / c.in_share, last = (panel * c.in_chunks + c.in_chunks - 1) / c.in_share;
@@ -75,10 +75,10 @@ __device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* r
 #pragma unroll
     for (int e = 0; e < 4; e++) v[i][e] = rounded(sum[e]), squares += v[i][e] * v[i][e];
   }
-  float factor = 1.f / sqrtf(block_sum(squares, room, thread) / c.inputs + c.eps);
+  float factor = 1.f / sqrtf(row_sum(squares, room, thread) / c.inputs + c.eps);
 #pragma unroll
   for (int i = 0; i < PART_STEPS; i++) {
-    int at = 4 * (thread + THREADS * i);
+    int at = 4 * (thread + ROW_THREADS * i);
     if (at < c.inputs) {
       float4 w = __ldg((const float4*)(c.norm + at));
       v[i][0] = rounded(v[i][0] * factor * w.x), v[i][1] = rounded(v[i][1] * factor * w.y);
@@ -86,9 +86,9 @@ __device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* r
     }
     if (at < c.inputs) *(uint2*)(x + 2 * at) = make_uint2(bfloat_pair(v[i][0], v[i][1]), bfloat_pair(v[i][2], v[i][3]));
   }
-  quantise_row(x, c.inputs, thread, THREADS);
+  quantise_row(x, c.inputs, thread, ROW_THREADS);
   if (write)
-    for (int at = 4 * thread; at < c.inputs; at += 4 * THREADS) *(uint2*)(c.rank + at) = *(const uint2*)(x + 2 * at);
+    for (int at = 4 * thread; at < c.inputs; at += 4 * ROW_THREADS) *(uint2*)(c.rank + at) = *(const uint2*)(x + 2 * at);
 }
 
 // Norm, rotation, FP8: one window entry, two channels a thread.
@@ -101,7 +101,7 @@ __device__ __forceinline__ void write_entry(const Call& c, float* room, int thre
     for (int e = 0; e < 2; e++) w[e] = __ldg(c.entry_norm + d + e), v[e] = whole_of(c.parts, at + e, c.in_width, c.in_chunks, c.in_share);
     if (pair >= 0) cosine = c.cosines[pair], sine = c.sines[pair];
   }
-  float factor = 1.f / sqrtf(block_sum(v[0] * v[0] + v[1] * v[1], room, thread) / c.entry_width + c.eps);
+  float factor = 1.f / sqrtf(row_sum(v[0] * v[0] + v[1] * v[1], room, thread) / c.entry_width + c.eps);
   float even = rounded(v[0] * factor * w[0]), odd = rounded(v[1] * factor * w[1]);
   if (pair >= 0) {
     float turned = rounded(even * cosine - odd * sine);
@@ -123,94 +123,99 @@ __device__ __forceinline__ void write_entry(const Call& c, float* room, int thre
     c.entry_scales[slot * c.scale_slot + cell * c.scale_cell + d / 32] = (u8)(__float_as_uint(scale) >> 23);
 }
 
-template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
-  extern __shared__ u8 raw[];
-  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
-  u8* x = raw + WARPS * STAGES * (CODES + 8);
-  float* room = (float*)(x + 2 * c.inputs);
-  float* sums_of_warps = room + 256;
-  int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
-  bool streams = block < c.blocks;
-  if (!streams) first = end = 0;
-
-  Ring<STAGES, CODES> ring;
-  ring.open(raw, raw + WARPS * STAGES * CODES, warp, lane);
-  int next = first + warp;
-  if (lane == 0) {
-#pragma unroll 1
-    for (int s = 0; s < STAGES && next < end; s++, next += WARPS) {
-      expect(ring.barrier(s), CODES);
-      bulk_copy(ring.at(s), c.codes + (i64)next * CODES, CODES, ring.barrier(s));
-    }
-  }
-  let_next();
-  int slots = first < end ? (end - 1) / c.chunks - first / c.chunks + 1 : 0;
-  u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
-#pragma unroll 1
-  for (int i = thread; i < end - first; i += THREADS) table[i] = __ldg(c.scales + first + i);
-
+// What stands before the product, by the threads of a row. False where the block's work ends with it.
+template <int KIND>
+__device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, int first, int thread, bool streams) {
   if (KIND == STREAMS) {
     float4 w[D_STEPS];
     norm_weights(w, c.streams, thread);
     wait_for_launch();
     float one[D_STEPS][4];
     norm_row(one, x, w, c.streams, thread, !streams);
-    if (!streams) {
-      if (warp == 0) coefficients(c.streams, lane);
-      return;
-    }
-  } else if (KIND == PARTS) {
+    if (streams) return true;
+    part_sums(c.streams, room + (thread >> 5) * 32, thread >> 5, 8, thread & 31);
+    group_barrier(1, ROW_THREADS);
+    if (thread < 32) coefficients(c.streams, room, 8, thread);
+    return false;
+  }
+  if (KIND == PARTS) {
     wait_for_launch();
-    if (block == c.blocks + 1) {
+    if (blockIdx.x == c.blocks + 1) {
       write_entry(c, room, thread);
-      return;
+      return false;
     }
     inputs_from_parts(c, x, room, thread, !streams);
-    if (!streams) return;
-  } else {
-    wait_for_launch();
-    const u16* row = c.row + (i64)(first / c.chunks / (c.panels / c.groups)) * c.inputs;
-    uint2 v[ROW_STEPS];
-#pragma unroll
-    for (int i = 0; i < ROW_STEPS; i++) {
-      int at = 4 * (thread + THREADS * i);
-      v[i] = at < c.inputs ? *(const uint2*)(row + at) : make_uint2(0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < ROW_STEPS; i++) {
-      int at = 4 * (thread + THREADS * i);
-      if (at < c.inputs) *(uint2*)(x + 2 * at) = v[i];
-    }
-    if (KIND == QUANTISED) quantise_row(x, c.inputs, thread, THREADS);
+    return streams;
   }
+  wait_for_launch();
+  const u16* row = c.row + (i64)(first / c.chunks / (c.panels / c.groups)) * c.inputs;
+  uint2 v[ROW_STEPS];
+#pragma unroll
+  for (int i = 0; i < ROW_STEPS; i++) {
+    int at = 4 * (thread + ROW_THREADS * i);
+    v[i] = at < c.inputs ? *(const uint2*)(row + at) : make_uint2(0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_STEPS; i++) {
+    int at = 4 * (thread + ROW_THREADS * i);
+    if (at < c.inputs) *(uint2*)(x + 2 * at) = v[i];
+  }
+  if (KIND == QUANTISED) quantise_row(x, c.inputs, thread, ROW_THREADS);
+  return true;
+}
+
+template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
+  extern __shared__ u8 raw[];
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
+  u8* x = raw + SLOTS * (CODES + 16);
+  float* room = (float*)(x + 2 * c.inputs);
+  float* sums_of_warps = room + 256;
+  int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
+  bool streams = block < c.blocks;
+  if (!streams) first = end = 0;
+  Ring<SLOTS, CODES> ring;
+  ring.open(raw, raw + SLOTS * CODES, warp == WARPS ? 0 : warp);
+  let_next();
+  int panel = first / c.chunks, slots = first < end ? (end - 1) / c.chunks - panel + 1 : 0;
+  u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
+  if (warp == WARPS) {
+    if (!streams) return;
+    int number = 0, all = end - first;
+    if (lane == 0) {
+      ring.make();
+#pragma unroll 1
+      for (; number < min(SLOTS, all); number++) ring.fill(number, c.codes + (i64)(first + number) * CODES, nullptr);
+    }
+    __syncwarp();
+    __syncthreads();
+    if (lane) return;
+#pragma unroll 1
+    for (; number < all; number++) ring.fill(number, c.codes + (i64)(first + number) * CODES, nullptr);
+    if (c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, block, c.blocks);
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread; i < end - first; i += 32 * WARPS) table[i] = __ldg(c.scales + first + i);
+  if (thread < ROW_THREADS) {
+    if (!take_inputs<KIND>(c, x, room, first, thread, streams)) return;
+  } else if (!streams) return;
   __syncthreads();
 
-  int unit = first + warp, panel = first / c.chunks;
+  int unit = first + warp;
 #pragma unroll 1
   for (int slot = 0; slot < slots; slot++, panel++) {
     int stop = min(end, (panel + 1) * c.chunks);
     Sums sums = {};
 #pragma unroll 1
     for (; unit < stop; unit += WARPS) {
-      ring.arrived();
-      add_fp8(sums, ring.at(ring.stage), table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
-      __syncwarp();
-      if (lane == 0 && next < end) {
-        expect(ring.barrier(ring.stage), CODES);
-        bulk_copy(ring.at(ring.stage), c.codes + (i64)next * CODES, CODES, ring.barrier(ring.stage));
-        next += WARPS;
-      }
-      ring.advance();
+      add_fp8(sums, ring.arrived(), table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
+      ring.free(lane);
+      ring.advance(WARPS);
     }
     keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
   }
-  if (lane == 0 && c.ahead_bytes) {
-    i64 share = c.ahead_bytes / (c.blocks * WARPS) / 16 * 16, at = (i64)(block * WARPS + warp) * share;
-#pragma unroll 1
-    for (i64 done = 0; done < share; done += 16384) read_ahead(c.ahead + at + done, (u32)min(share - done, (i64)16384));
-  }
-  __syncthreads();
-  for (int i = thread; i < slots * 64; i += THREADS) {
+  group_barrier(2, 32 * WARPS);
+  for (int i = thread; i < slots * 64; i += 32 * WARPS) {
     float total = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += sums_of_warps[((i / 64) * WARPS + w) * 64 + i % 64];

@@ -19,8 +19,9 @@ from kvist.kernels.device.row import CODES, WARPS, Ahead, Parts, blocks_of, most
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-STAGES = 3
-THREADS = 256
+SLOTS = 24
+THREADS = 32 * (WARPS + 1)
+ROW_THREADS = 256
 MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
 MOST_SHARED_BYTES = 220 << 10
 _POINTERS = (
@@ -103,7 +104,7 @@ def _launch(
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
-    room = WARPS * STAGES * (CODES + 8) + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
+    room = SLOTS * (CODES + 16) + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
     build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
     return out if whole else Parts(out, chunks, share)
 
@@ -147,8 +148,8 @@ def product_of_parts(
     Gives bfloat16 [1,O] and the quantised inputs [1,I].
     """
     width = parts.sums.shape[1] - weight.inputs
-    if entry.norm_C.shape != (width,) or width % 32 or width > 2 * THREADS:
-        raise ValueError(f"{width} sums behind {weight.inputs} inputs; an entry takes a multiple of 32 up to {2 * THREADS}")
+    if entry.norm_C.shape != (width,) or width % 32 or width > 2 * ROW_THREADS:
+        raise ValueError(f"{width} sums behind {weight.inputs} inputs; an entry takes a multiple of 32 up to {2 * ROW_THREADS}")
     rank = torch.empty(1, weight.inputs, dtype=torch.bfloat16, device=norm_I.device)
     pointers: dict[str, Tensor | None] = {
         "parts": parts.sums, "norm": norm_I, "rank": rank, "entry_norm": entry.norm_C, "cosines": entry.cos_NP,
