@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,12 +39,14 @@ class Speculative:
     drafting_ms: float
 
 
-def measure_verify(weights: CardWeights, case: Case, said: Callable[[str], None]) -> dict[int, float]:
-    """Milliseconds of a step by rows a request (1 to 7), at the case's batch and context. Raises `WrongResult`."""
+def measure_verify(
+    weights: CardWeights, case: Case, said: Callable[[str], None], counts: Sequence[int] = range(1, MOST_ROWS + 1)
+) -> dict[int, float]:
+    """Milliseconds of a step by rows a request, at the case's batch and context. Raises `WrongResult`."""
     state = random_state(weights.config, case, weights.embed.device, rows=MOST_ROWS)
     model = DeviceModel(weights, state, overlap=case.overlap)
     found = {}
-    for rows in range(1, MOST_ROWS + 1):
+    for rows in counts:
         held = model.buffers(case.batch, rows)
         tokens = tuple(
             (1000 + 37 * run + 101 * at) % weights.config.vocab_size for run in range(case.batch) for at in range(rows)

@@ -6,6 +6,7 @@ its prefill is what the card's state takes over. Must not know timing.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from kvist.kernels.best_token import best_token
 from kvist.kernels.engram.gpu import StoredRows
 from kvist.kernels.index_select import Selection
 from kvist.model.block import Block
+from kvist.model.engram import Engram
 from kvist.model.initialise import TableInMemory, random_model
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, consecutive_rows
@@ -107,11 +109,12 @@ class Beside:
         rows: int = 1,
         seed: int = 0,
         overlap: bool = False,
-        one_row: bool = False,
+        one_row: bool = True,
     ) -> None:
         self.config, self.contexts, self.steps, self.rows, self.device = config, contexts, steps, rows, device
         numerics = Numerics(dtype=torch.bfloat16, impl="wide")
-        self.model = random_model(config, numerics, seed).to(device)
+        self.seed, self.model = seed, random_model(config, numerics, seed).to(device)
+        self._narrow: Transformer | None = None
         tables = self._tables(self.model)
         self.source = torch.Generator().manual_seed(seed + 1)
         longest = max(contexts) + steps * rows
@@ -138,6 +141,11 @@ class Beside:
         self._prefill()
         self.card = DeviceModel(pack(self.model, tables, device), self.state, overlap=overlap, one_row=one_row)
 
+    def _engram(self, layer: int) -> Engram:
+        block = self.model.layers[layer]
+        assert isinstance(block, Block) and block.engram is not None
+        return block.engram
+
     def _pages(self, longest: int, page_tokens: int | None) -> int:
         return len(self.contexts) * -(-longest // (page_tokens or self.config.plan.page_tokens))
 
@@ -147,12 +155,12 @@ class Beside:
     def _tables(self, model: Transformer) -> dict[int, StoredRows]:
         tables = {}
         for layer in self.config.engram_layer_ids:
-            block = model.layers[layer]
-            assert isinstance(block, Block) and block.engram is not None and isinstance(block.engram.reader, TableInMemory)
-            codes, scales = (part.view(torch.uint8) for part in quantise_fp8_rows(block.engram.reader.values_RX.float()))
+            reader = self._engram(layer).reader
+            assert isinstance(reader, TableInMemory)
+            codes, scales = (part.view(torch.uint8) for part in quantise_fp8_rows(reader.values_RX.float()))
             pin = self.device.type == "cuda"
             tables[layer] = StoredRows(codes.pin_memory(), scales.pin_memory()) if pin else StoredRows(codes, scales)
-            block.engram.reader.values_RX = block.engram.reader.values_RX.to(self.device)
+            reader.values_RX = reader.values_RX.to(self.device)
         if model.token_classes_V is not None:
             model.token_classes_V = model.token_classes_V.to(self.device)
         return tables
@@ -210,6 +218,26 @@ class Beside:
         off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
         errors = (got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)
         return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))
+
+    @torch.inference_mode()
+    def spread(self, number: int) -> tuple[float, ...]:
+        """Each row's relative error of the reference's own logits when it sums in float32, before step `number`.
+
+        Where this is large a choice among equals (experts, rows) hangs on the last bit of a sum, and nothing can be compared.
+        """
+        if self._narrow is None:
+            self._narrow = random_model(self.config, Numerics(dtype=torch.bfloat16), self.seed).to(self.device)
+            readers = {layer: self._engram(layer).reader for layer in self.config.engram_layer_ids}
+            if self.model.token_classes_V is not None:
+                self._narrow.attach_engram(
+                    self.model.token_classes_V, {at: one for at, one in readers.items() if one is not None}
+                )
+        batch = self.batch(number)
+        rows = self._rows_of(batch.positions, tuple(at + self.rows for at in batch.positions))
+        want_NV, got_NV = (
+            model.logits(model(rows, copy.deepcopy(self.memory))) for model in (self.model, self._narrow)
+        )  # fmt: skip
+        return tuple(((got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)).tolist())
 
     @torch.inference_mode()
     def draft(self, number: int) -> Drafted:

@@ -140,7 +140,7 @@ class DeviceModel:
     """
 
     def __init__(
-        self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False, one_row: bool = False
+        self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False, one_row: bool = True
     ) -> None:
         require_gpu()
         self.weights, self.state, self.config = weights, state, weights.config

@@ -26,22 +26,20 @@ KEYS = 4096
 
 
 class Luck:
-    """Simulated acceptance: the draft at depth i, behind position p, is right with probability `rates[i]`, keyed by (seed, p)."""
+    """Simulated acceptance: the draft at depth i, behind position p, is right with probability `rates[i]`, keyed by (seed, p).
+
+    `survival`: the probability that each draft and all before it are right.
+    """
 
     def __init__(self, rates: Sequence[float], device: torch.device, seed: int = 0) -> None:
         drawn = np.stack([uniform_stream(seed, position, len(rates)) for position in range(KEYS)])
-        self.rates = tuple(rates)
+        self.survival = np.cumprod(rates).tolist()
         self.right_PB = torch.from_numpy(drawn < np.array(rates)).to(device)
 
     def __call__(self, position_R: Tensor) -> Tensor:
         """bool [R,B]; requests at one position draw from different keys."""
         own_R = torch.arange(len(position_R), device=position_R.device) * 1031
         return self.right_PB[(position_R + own_R) % KEYS]
-
-    @property
-    def survival(self) -> list[float]:
-        """The probability that each draft and all before it are right."""
-        return torch.tensor(self.rates).cumprod(0).tolist()
 
 
 class Cycle(NamedTuple):
@@ -91,13 +89,16 @@ class Speculation:
         self._unseen = 0 if filled else self.model.config.plan.window
 
     def prepare(self) -> None:
-        """Capture every graph now: the first use of each would wait for it. Call before `begin`."""
+        """Capture every graph and build what fills windows now: the first use of each would wait for it. Call before `begin`."""
+        spare, window = self.model.state.spare, self.model.config.plan.window
+        self._slots = [spare] * self.requests
         for rows in range(1, self.most + 2):
-            self.positions, self._slots = [0] * self.requests, [self.model.state.spare] * self.requests
-            self._unseen = 0
+            self.positions, self._unseen = [window] * self.requests, window if rows == 1 else 0
             self.heads_4R.zero_()
-            self.heads_4R[2] = self.model.state.spare
+            self.heads_4R[2] = spare
+            self._fill()
             self.verify([rows - 1] * self.requests)
+        self._unseen = 0
         self.draft()
 
     def draft(self) -> None:
