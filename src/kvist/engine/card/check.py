@@ -234,9 +234,12 @@ class Beside:
                 )
         batch = self.batch(number)
         rows = self._rows_of(batch.positions, tuple(at + self.rows for at in batch.positions))
-        want_NV, got_NV = (
-            model.logits(model(rows, copy.deepcopy(self.memory))) for model in (self.model, self._narrow)
-        )  # fmt: skip
+        logits = []
+        for model in (self.model, self._narrow):
+            memory = copy.deepcopy(self.memory)
+            memory.numerics = model.numerics
+            logits.append(model.logits(model(rows, memory)))
+        want_NV, got_NV = logits
         return tuple(((got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)).tolist())
 
     @torch.inference_mode()
