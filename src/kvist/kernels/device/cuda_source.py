@@ -149,12 +149,21 @@ class Kernel:
 
 
 @functools.cache
-def kernels(paths: tuple[Path, ...], shared_bytes: tuple[tuple[str, int], ...], device: int) -> dict[str, Kernel]:
-    """The named kernels of source files put together, with their dynamic shared memory, built for the card `device`."""
+def kernels(
+    paths: tuple[Path, ...],
+    shared_bytes: tuple[tuple[str, int], ...],
+    device: int,
+    constants: tuple[tuple[str, int], ...] = (),
+) -> dict[str, Kernel]:
+    """The named kernels of source files put together, with their dynamic shared memory, built for the card `device`.
+
+    `constants` stand before the sources.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     torch.cuda.current_stream(device)
     name = paths[-1].name
-    binary = built("".join(path.read_text() for path in paths), name, f"sm_{major}{minor}a")
+    given = "".join(f"static const int {constant} = {value};\n" for constant, value in constants)
+    binary = built(given + "".join(path.read_text() for path in paths), name, f"sm_{major}{minor}a")
     module: Any = ctypes.c_void_p()
     _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")
     found = {}

@@ -1,0 +1,154 @@
+"""Many rows through FP4 experts on Hopper (`grouped.cu`): rows laid side by side by expert, products, and each choice's output.
+
+Which banks it takes, how rows are laid, and its launches. Must not know layers. Shapes: N rows, S choices a row, D model width,
+F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.device.cuda_source import Kernel, kernels
+from kvist.kernels.device.panels import PanelWeight
+from kvist.kernels.device.row import CODES, blocks_of, on_hopper
+from kvist.kernels.experts.gpu_bank import GpuBank
+
+PANELS = 4
+STAGES = 4
+THREADS = 384
+OCTET = 8
+WIDTHS = {64: 0.85, 96: 0.97, 112: 0.98, 128: 1.0}
+"""Rows of a tile, and what part of the widest tile's rate is expected of each."""
+_SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("grouped.cu"))
+_POINTERS = (
+    "rows", "laid", "codes", "scales", "tiles", "expert", "octet", "count", "choice", "weights", "hidden", "each",
+)  # fmt: skip
+_COUNTS = ("inputs", "panels", "octets", "choices_of_row")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int32) for name in _COUNTS),
+        ("limit", ctypes.c_float),
+    )
+
+
+class Laid(NamedTuple):
+    """Where rows lie: int32 number of tiles [1], each one's expert, first octet and rows, and the choice (row * S + slot, -1 for
+    none) of each place. An expert's rows begin at a multiple of eight.
+    """
+
+    tiles: Tensor
+    expert: Tensor
+    octet: Tensor
+    count: Tensor
+    choice: Tensor
+
+    @property
+    def octets(self) -> int:
+        """Eights of places."""
+        return len(self.choice) // OCTET
+
+
+Build = Callable[[torch.device, int], dict[str, Kernel]]
+
+
+def shared_bytes(width: int) -> int:
+    """Dynamic shared memory of a block."""
+    return STAGES * (width * 256 + PANELS * (CODES + 256) + 16) + 4 * 4 * 4 * width
+
+
+def built(device: torch.device, width: int) -> dict[str, Kernel]:
+    """The kernels for a card and a width of tiles."""
+    names = (("gather", 0), ("gate_up", shared_bytes(width)), ("down", shared_bytes(width)))
+    return kernels(_SOURCES, names, device.index or 0, (("WIDTH", width),))
+
+
+def takes(bank: GpuBank) -> bool:
+    """Whether a bank's widths are whole blocks."""
+    up, down = bank.gate_up, bank.down
+    return (
+        up.form == down.form == "fp4" and up.outputs % (64 * PANELS) == 0 == down.outputs % (64 * PANELS)
+        and up.inputs % 128 == 0 == down.inputs % 128
+    )  # fmt: skip
+
+
+def fits(bank: GpuBank) -> bool:
+    """Whether the kernels run for this bank: Hopper, FP4, whole blocks."""
+    return takes(bank) and on_hopper(bank.gate_up.codes)
+
+
+def width_for(choices: int, experts: int) -> int:
+    """Rows of a tile that cost least where experts have about as many choices each."""
+    mean = choices / experts
+    near = [(mean + z / 4 * math.sqrt(mean), math.exp(-z * z / 32)) for z in range(-8, 9)]
+
+    def cost(width: int) -> float:
+        return sum(weight * math.ceil(max(1.0, rows) / width) * width for rows, weight in near) / WIDTHS[width]
+
+    return min(WIDTHS, key=cost)
+
+
+def lay(ids_NS: Tensor, experts: int, width: int) -> Laid:
+    """Give each choice a place beside its expert's others. Never waits for the device."""
+    device, total = ids_NS.device, ids_NS.numel()
+    flat = torch.where(ids_NS < 0, experts, ids_NS).flatten()
+    order = flat.argsort(stable=True)
+    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    begin_E, octets_E = count_E.cumsum(0) - count_E, (count_E + OCTET - 1) // OCTET
+    octet_E = octets_E.cumsum(0) - octets_E
+    chosen = flat[order]
+    place = octet_E[chosen] * OCTET + torch.arange(total, device=device) - begin_E[chosen]
+    # Behind the last expert's rows lie those of none, then what the last tile may read too much.
+    octets = -(-total // OCTET) + experts + 1 + width // OCTET
+    choice = torch.full((octets * OCTET,), -1, dtype=torch.int32, device=device)
+    choice[place] = torch.where(chosen < experts, order, -1).int()
+    tiles_E = (count_E[:experts] + width - 1) // width
+    stop_E = tiles_E.cumsum(0)
+    at = torch.arange(experts + total // width, device=device)
+    which = torch.searchsorted(stop_E, at, right=True).clamp_max_(experts - 1)
+    done = (at - (stop_E - tiles_E)[which]) * width
+    return Laid(
+        stop_E[-1:].int(), which.int(), (octet_E[which] + done // OCTET).int(), (count_E[which] - done).clamp(0, width).int(), choice
+    )
+
+
+def _call(places: Laid, rows: Tensor, weight: PanelWeight, weights_NS: Tensor, limit: float, **given: Tensor) -> _Call:
+    tensors = given | {
+        "rows": rows, "codes": weight.codes, "scales": weight.scales, "tiles": places.tiles, "expert": places.expert,
+        "octet": places.octet, "count": places.count, "choice": places.choice, "weights": weights_NS,
+    }  # fmt: skip
+    return _Call(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()}, inputs=weight.inputs, panels=weight.outputs // 64,
+        octets=places.octets, choices_of_row=weights_NS.shape[1], limit=limit,
+    )  # fmt: skip
+
+
+def run_grouped(
+    x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, *, width: int | None = None,
+    build: Build = built, blocks: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Each choice's output, bfloat16 [N * S, D]; those of none are not set. Hidden rows are FP8-quantised. Only where `fits`."""
+    if not takes(bank):
+        raise ValueError(f"experts of {bank.down.inputs} on {bank.down.outputs} channels are not whole blocks; use other kernels")
+    (n, s), device, up, down = ids_NS.shape, x_ND.device, bank.gate_up, bank.down
+    width = width_for(n * s, up.experts) if width is None else width
+    places = lay(ids_NS, up.experts, width)
+    found, blocks = build(device, width), blocks_of(device) if blocks is None else blocks
+    rows = torch.empty(up.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)
+    hidden = torch.empty(down.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)
+    each = torch.empty(n * s, down.outputs, dtype=x_ND.dtype, device=device)
+    first = _call(places, x_ND.contiguous(), up, weights_NS.contiguous(), limit, laid=rows, hidden=hidden)
+    found["gather"].launch(first, places.octets, 256)
+    found["gate_up"].launch(first, blocks, THREADS, shared_bytes=shared_bytes(width))
+    second = _call(places, x_ND, down, weights_NS, limit, laid=hidden, each=each)
+    found["down"].launch(second, blocks, THREADS, shared_bytes=shared_bytes(width))
+    return each
