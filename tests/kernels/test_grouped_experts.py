@@ -77,7 +77,7 @@ def test_rows_are_laid_by_expert() -> None:
     assert laid.tiles.tolist() == [3]
     assert laid.expert[:3].tolist() == [0, 2, 3]
     assert laid.octet[:3].tolist() == [0, 1, 2]
-    assert laid.count[:3].tolist() == [2, 3, 2]
+    assert laid.filled[:3].tolist() == [2, 3, 2]
     places = [(i, c) for i, c in enumerate(laid.choice.tolist()) if c >= 0]
     assert places == [(0, 0), (1, 4), (8, 1), (9, 2), (10, 6), (16, 5), (17, 7)]
 
@@ -85,7 +85,7 @@ def test_rows_are_laid_by_expert() -> None:
 def test_an_expert_of_many_rows_has_several_tiles() -> None:
     laid = lay(torch.zeros(40, 1, dtype=torch.int64), 2, 16)
     assert laid.tiles.tolist() == [3]
-    assert laid.count[:3].tolist() == [16, 16, 8]
+    assert laid.filled[:3].tolist() == [16, 16, 8]
     assert laid.octet[:3].tolist() == [0, 2, 4]
 
 

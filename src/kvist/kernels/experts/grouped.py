@@ -49,7 +49,7 @@ class Laid(NamedTuple):
     tiles: Tensor
     expert: Tensor
     octet: Tensor
-    count: Tensor
+    filled: Tensor
     choice: Tensor
 
     @property
@@ -116,15 +116,14 @@ def lay(ids_NS: Tensor, experts: int, width: int) -> Laid:
     at = torch.arange(experts + total // width, device=device)
     which = torch.searchsorted(stop_E, at, right=True).clamp_max_(experts - 1)
     done = (at - (stop_E - tiles_E)[which]) * width
-    return Laid(
-        stop_E[-1:].int(), which.int(), (octet_E[which] + done // OCTET).int(), (count_E[which] - done).clamp(0, width).int(), choice
-    )
+    filled = (count_E[which] - done).clamp(0, width)
+    return Laid(stop_E[-1:].int(), which.int(), (octet_E[which] + done // OCTET).int(), filled.int(), choice)
 
 
 def _call(places: Laid, rows: Tensor, weight: PanelWeight, weights_NS: Tensor, limit: float, **given: Tensor) -> _Call:
     tensors = given | {
         "rows": rows, "codes": weight.codes, "scales": weight.scales, "tiles": places.tiles, "expert": places.expert,
-        "octet": places.octet, "count": places.count, "choice": places.choice, "weights": weights_NS,
+        "octet": places.octet, "count": places.filled, "choice": places.choice, "weights": weights_NS,
     }  # fmt: skip
     return _Call(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()}, inputs=weight.inputs, panels=weight.outputs // 64,
