@@ -38,6 +38,7 @@ MEANING = {
     "fetch_word": "memcpy(to, from, 4);",
     "count_if": "if (order) bins[order >> BIN_SHIFT]++;",
     "word_of_others": "take_turns(); return *p;",
+    "arrive_at_group": "block->gates[name].enter(threads);",
     "expect": "arrivals_arrive(at);",
     "bulk_copy": "memcpy(to, from, bytes);",
     "seen": "take_turns(); return *p;",
@@ -46,13 +47,15 @@ MEANING = {
     "warp_max": "for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(~0u, x, by)); return x;",
     "warp_min": "for (int by = 16; by; by >>= 1) x = min(x, __shfl_xor_sync(~0u, x, by)); return x;",
     "product_16": "multiply_16(d, a0, a1, a2, a3, b0, b1);",
+    "nearest_fp8": "u32 c; return {e4m3_value(min(first, 448.f), c), e4m3_value(min(second, 448.f), c)};",
+    **{f"product_{n}": f"multiply(d, {n}, a, 0, b, keep, false);" for n in (32, 64, 80, 96, 112, 128)},
     "product_scores": "multiply(d, 64, nullptr, a, b, keep, false);",
     "values_128": "multiply(d, 128, nullptr, a, b, 1, true);",
     "values_64": "multiply(d, 64, nullptr, a, b, 1, true);",
     "values_32": "multiply(d, 32, nullptr, a, b, 1, true);",
-    "product_32": "multiply(d, 32, a, 0, b, keep, false);",
+    "tell": "*p = x;",
+    "product_32_fp8": "multiply_fp8(d, 32, a, b, keep);",
     "product_fp8": "multiply_fp8(d, 128, a, b, keep);",
-    "product_128": "multiply(d, 128, a, 0, b, keep, false);",
 }
 """Bodies of the functions that hold assembly."""
 

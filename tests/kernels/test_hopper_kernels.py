@@ -173,7 +173,6 @@ class Choice:
         return chosen.topk_NK[0], None if chosen.candidates_NB is None else chosen.candidates_NB[0]
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("requests", "m", "k", "publish", "candidates", "equal"),
     [
@@ -185,7 +184,7 @@ class Choice:
     ],
 )
 def test_selection_of_single_queries(
-    requests: int, m: int, k: int, publish: int, candidates: int, equal: bool, split: bool
+    requests: int, m: int, k: int, publish: int, candidates: int, equal: bool
 ) -> None:
     x = Choice(requests, 1, m, equal=equal)
     pool = None
@@ -197,7 +196,7 @@ def test_selection_of_single_queries(
             pool[n, : len(some)] = some
     given = None if pool is None else pool.to(DEVICE)
     for _ in range(2):  # The second call finds the counters as the first left them.
-        got = select_kernels.select_few(*x.there, rows=m, k=k, pool_NB=given, publish_blocks=publish, split=split)
+        got = select_kernels.select_few(*x.there, rows=m, k=k, pool_NB=given, publish_blocks=publish)
     for n in range(requests):
         rows, blocks = x.want(n, k, pool, publish)
         assert torch.equal(got.topk_NK[n].cpu().long(), rows)

@@ -1,21 +1,32 @@
 // Index selection of queries that share no keys, for Hopper (sm_90a): scores of 32 heads x 128 channels and the exact K best.
 //
 // A block scores a share of a query's keys (keys are the left operand, expanded in registers), writes each score as an ordered number
-// and counts them in 4,096 bins of their leading bits. Once all shares of a query are counted, each block keeps what lies in the bins
-// that hold the K best; the last to do so picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
+// and counts them in 4,096 bins of their leading bits. The best of each share's bins are added up; the last share to do so tells the
+// others which bin the K best surely reach, each block keeps what does, and the last of these picks exactly, ties to the lower id,
+// ascending. Knows no requests and no layers.
 
 static const int THREADS = 256, WARPS = THREADS / 32;
 static const int TILE = 128, STEP = THREADS;           // keys that a warpgroup takes at once, and all of a block
 static const int STAGES = 3;                          // of a warp: tiles under way and the one in use
 static const int STAGE_BYTES = 32 * 68;               // 32 keys' codes, then their scales
 static const int ENTRIES = 1000;                      // candidate blocks whose places are held
-static const int SCANS_ONLY = 1, REST_ONLY = 2;
+static const int KEPT = 4096;                         // scores of a share that stay in shared memory
+static const bool FP8 = false;
 
 __device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u32 b, int keep) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %21, 0;\nmov.b64 b, {%20, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, b, p, 1, 1, 0;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
+}
+__device__ __forceinline__ void product_32_fp8(float (&d)[16], const u32* a, u32 b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %21, 0;\nmov.b64 b, {%20, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, b, p, 1, 1;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
         "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
@@ -27,6 +38,7 @@ __device__ __forceinline__ void fetch_word(u8* to, const u8* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
 __device__ __forceinline__ void count_if(u32* bins, u32 order) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}" ::"r"(
@@ -34,26 +46,45 @@ __device__ __forceinline__ void count_if(u32* bins, u32 order) {
                "r"(order)
                : "memory");
 }
-// A word that other blocks change.
+// A word that other blocks change, and how one changes it once what it stands for is written.
 __device__ __forceinline__ u32 word_of_others(const u32* p) {
   u32 x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
 
+__device__ __forceinline__ void tell(u32* p, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+
 struct Entry {  // where a candidate block's keys lie
   const u8* codes;
   int scales, first;  // from codes to scales; the first row, or a row that nobody sees
 };
 struct Shared {  // its parts of 1,024 bytes alignment first
-  u32 room[33], cut[3], count, last, unused[218];
+  u32 room[33], cut[3], count, last, unfit, exponents[32], unused[185];
   uint4 bins[BINS / 4];
   u8 queries[8192];
   // The places of a pool's blocks, or bins of candidate blocks; scores done, candidates lie from `held` on.
   uint4 behind[BINS / 4];
   u8 ring[WARPS][STAGES][STAGE_BYTES];
+  u32 scores[KEPT];
 };
 static const int HELD_AT = 1024 + 4096;  // behind the bins that choosing needs
+struct Progress {                        // of the blocks of a query; zero between launches
+  u32 scored, sifted, bin, block_bin, chosen, unused[3];
+};
+
+// Whether a key that counts, of a warp's 32 at `at`, does not fit FP8 products; `entries` are a pool's, from `first` on.
+__device__ __noinline__ bool unfit(const u8* held, int at, int first, int end, int sees, const Entry* entries) {
+  bool bad = false;
+  int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; i++) {
+    int place = at + 8 * i + (lane >> 2);
+    const uint4& v = *(const uint4*)(held + i * 512 + lane * 16);
+    bool counts = place < end && (!entries || (u32)entries[(place - first) >> 3].first + (place & 7) < (u32)sees);
+    bad |= counts && beyond_fp8(held[2048 + i * 32 + lane]) && ((v.x | v.y | v.z | v.w) & 0x77777777u);
+  }
+  return bad;
+}
 
 template <bool POOL, bool PUBLISH> struct Scan {
   const Call& c;
@@ -94,16 +125,19 @@ template <bool POOL, bool PUBLISH> struct Scan {
       copies_close();
     }
   }
-  __device__ __forceinline__ void run(u32 queries, const float (&weight)[8]) const {
+  // Score and count the share. With FP8 products: whether a key did not fit.
+  template <bool COARSE> __device__ __forceinline__ bool run(u32 queries, const float (&weight)[8]) const {
     u8* ring = s.ring[warp][0];
     // Of 32 keys a lane ends with number lane / 4 + 8 (lane % 4).
     int at = first + warp * 32, mine = (lane >> 2) + 8 * (lane & 3), stage = 0, ahead = at + (STAGES - 1) * STEP, page = page_of(ahead);
-    u32* to = c.rows.orders + (i64)n * c.rows.stride + mine;
+    u32 *to = c.rows.orders + (i64)n * c.rows.stride + mine, *kept = s.scores + mine;
+    bool bad = false;
     for (int tile = first + warp / 4 * TILE; tile < end; tile += STEP) {
       copies_wait();
       __syncwarp();
       const u8* held = ring + stage * STAGE_BYTES;
       float d[2][16];
+      u32 scales = 0;
 #pragma unroll
       for (int u = 0; u < 2; u++) {
         Keys keys;
@@ -111,14 +145,24 @@ template <bool POOL, bool PUBLISH> struct Scan {
         for (int h = 0; h < 2; h++) {
           keys.code[h] = *(const uint4*)(held + (2 * u + h) * 512 + lane * 16);
           keys.scale[h] = held[2048 + (2 * u + h) * 32 + lane];
+          scales = max(scales, keys.scale[h] - LOWEST_FP8);
         }
-        u32 a[8][4];
-        expand_keys(keys, a);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        if (COARSE) {
+          u32 a[4][4];
+          expand_fp8(keys, a);
 #pragma unroll
-        for (int k = 0; k < 8; k++) product_32(d[u], a[k], queries + (k >> 2) * 256 + (k & 3) * 2, k > 0);
+          for (int k = 0; k < 4; k++) product_32_fp8(d[u], a[k], queries + k * 2, k > 0);
+        } else {
+          u32 a[8][4];
+          expand_keys(keys, a);
+#pragma unroll
+          for (int k = 0; k < 8; k++) product_32(d[u], a[k], queries + (k >> 2) * 256 + (k & 3) * 2, k > 0);
+        }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       }
+      // A scale below the lowest wraps around.
+      if (COARSE && scales > 2 * WIDE_FP8) bad |= unfit(held, at, first, end, sees, POOL ? entries : nullptr);
       // The stage read in the last turn is free.
       stage = stage == 0 ? STAGES - 1 : stage - 1;
       if (ahead < end) copy(ahead, page, ring + stage * STAGE_BYTES + lane * 16);
@@ -144,6 +188,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
       if (POOL) here = here && (u32)entries[(at + mine - first) >> 3].first + (mine & 7) < (u32)sees;
       if (!here) order = 0;
       if (at + mine < end) to[at] = order;
+      kept[at - first & KEPT - 1] = order;
       count_if((u32*)s.bins, order);
       if (PUBLISH) {
 #pragma unroll
@@ -157,18 +202,25 @@ template <bool POOL, bool PUBLISH> struct Scan {
       }
       at += STEP;
     }
+    return bad;
   }
 };
 
-__device__ __forceinline__ void add_bins(const uint4* mine, u32* to) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
-    uint4 v = mine[i];
-    if (!(v.x | v.y | v.z | v.w)) continue;
-    if (v.x) atomicAdd(to + 4 * i, v.x);
-    if (v.y) atomicAdd(to + 4 * i + 1, v.y);
-    if (v.z) atomicAdd(to + 4 * i + 2, v.z);
-    if (v.w) atomicAdd(to + 4 * i + 3, v.w);
+// Add the highest of this block's bins, `enough` of its scores, to the query's.
+__device__ __noinline__ void add_best(const uint4* mine, u32* to, u32 enough, Shared& s) {
+  int t = threadIdx.x;
+  u32 held[16], sum = 0, all;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint4 v = mine[t * 4 + i];
+    held[4 * i] = v.x, held[4 * i + 1] = v.y, held[4 * i + 2] = v.z, held[4 * i + 3] = v.w;
+    sum += v.x + v.y + v.z + v.w;
+  }
+  u32 higher = above<THREADS>(sum, s.room, &all);
+#pragma unroll
+  for (int i = 15; i >= 0; i--) {
+    if (held[i] && higher < enough) atomicAdd(to + t * 16 + i, held[i]);
+    higher += held[i];
   }
 }
 // Count this block in; all its writes come before. The count before it, in all threads.
@@ -179,11 +231,8 @@ __device__ __forceinline__ u32 count_block(u32* counter, Shared& s) {
   __syncthreads();
   return s.last;
 }
-
-struct Cut {  // the lowest bin that holds one of the K best, and how many lie above it
-  u32 bin, above;
-};
-__device__ Cut cut_of(const List& list, int n, Shared& s) {
+// A bin that the K best reach by what was counted: the lowest of theirs if all was. 0 if fewer were counted.
+__device__ __noinline__ u32 bin_of(const List& list, int n, Shared& s) {
   const uint4* from = (const uint4*)(list.bins + (i64)n * BINS + threadIdx.x * 16);
   u32 held[16], mine = 0, all;
 #pragma unroll
@@ -192,43 +241,41 @@ __device__ Cut cut_of(const List& list, int n, Shared& s) {
     held[4 * i] = v.x, held[4 * i + 1] = v.y, held[4 * i + 2] = v.z, held[4 * i + 3] = v.w;
     mine += v.x + v.y + v.z + v.w;
   }
-  if (threadIdx.x == 0) s.cut[0] = s.cut[1] = 0;
+  if (threadIdx.x == 0) s.cut[0] = 0;
   u32 higher = above<THREADS>(mine, s.room, &all), want = list.chosen;
   if (higher < want && higher + mine >= want) {
-    u32 bin = 15, sum = higher, over = higher;
+    u32 bin = 15, sum = higher;
 #pragma unroll
     for (int i = 15; i >= 0; i--) {
-      if (sum < want) bin = i, over = sum;
+      if (sum < want) bin = i;
       sum += held[i];
     }
-    s.cut[0] = threadIdx.x * 16 + bin, s.cut[1] = over;
+    s.cut[0] = threadIdx.x * 16 + bin;
   }
   __syncthreads();
-  Cut cut = {s.cut[0], s.cut[1]};
-  __syncthreads();
-  return cut;
+  return s.cut[0];
 }
 
-// What reaches the cut among places [first, end) of a list, to the query's candidates.
+// What reaches `bin` among places [first, end) of a list, to the query's candidates. `kept`: these places' scores.
 template <bool BLOCKS>
-__device__ void sift(const Call& c, const List& list, int n, int first, int end, u32 bin, Shared& s, uint2* held) {
+__device__ __noinline__ void sift(const Call& c, const List& list, int n, int first, int end, u32 bin, Shared& s, const u32* kept, uint2* held) {
   if (threadIdx.x == 0) s.count = 0;
   __syncthreads();
   u32 least = max(bin << BIN_SHIFT, 1u);
-  const u32* orders = list.orders + (i64)n * list.stride;
   const int* pool = c.pool + (i64)n * c.pool_blocks;
-  for (int at = first + 4 * threadIdx.x; at < end; at += 16 * THREADS) {
+  int length = end - first;
+  for (int at = 4 * threadIdx.x; at < length; at += 16 * THREADS) {
     uint4 v[4];
     u32 hits = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) v[j] = at + j * 4 * THREADS < end ? *(const uint4*)(orders + at + j * 4 * THREADS) : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < 4; j++) v[j] = *(const uint4*)(kept + min(at + j * 4 * THREADS, length - 1 & ~3));
 #pragma unroll
     for (int j = 0; j < 4; j++)
       hits |= ((v[j].x >= least) | (v[j].y >= least) << 1 | (v[j].z >= least) << 2 | (v[j].w >= least) << 3) << (4 * j);
     for (; hits; hits &= hits - 1) {
-      int bit = __popc((hits & -hits) - 1), place = at + (bit >> 2) * 4 * THREADS + (bit & 3);
-      if (place >= end) break;
-      u32 to = atomicAdd(&s.count, 1), order = orders[place];
+      int bit = __popc((hits & -hits) - 1), i = at + (bit >> 2) * 4 * THREADS + (bit & 3), place = first + i;
+      if (i >= length) break;
+      u32 to = atomicAdd(&s.count, 1), order = kept[i];
       if (!BLOCKS && c.pool_blocks) place = pool[place >> 3] * BLOCK + (place & 7);
       if (to < (u32)list.room) held[to] = make_uint2(order, place);
     }
@@ -246,7 +293,7 @@ struct Work {  // a block's share of a query's keys
   int n, first, end, sees;
   const int* table;
 };
-struct Query {  // a thread's part of a query's heads, and its quad's weights
+struct Query {  // a thread's part of a query's heads (channels of unit thread % 16), and its quad's weights
   uint4 part[512 / THREADS];
   float weight[8];
 
@@ -263,15 +310,50 @@ struct Query {  // a thread's part of a query's heads, and its quad's weights
       weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
     }
   }
+  __device__ __forceinline__ void put(Shared& s) const {
+#pragma unroll
+    for (int i = 0; i < 512 / THREADS; i++) put_query(s.queries, 32, (threadIdx.x + i * THREADS) >> 4, threadIdx.x & 15, part[i]);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+  }
+  // As FP8 numbers; false, in all threads, if they do not fit.
+  __device__ __forceinline__ bool put_fp8(Shared& s, float (&scaled)[8]) const {
+    int t = threadIdx.x;
+    bool unfit = false;
+    if (t == 0) s.unfit = 0;
+#pragma unroll
+    for (int i = 0; i < 512 / THREADS; i++) {
+      int head = (t + i * THREADS) >> 4;
+      u32 most = largest_exponent(part[i], unfit);
+#pragma unroll
+      for (int by = 1; by < 16; by *= 2) most = max(most, __shfl_xor_sync(~0u, most, by));
+      most = exponent_taken(most, unfit);
+      put_unit_fp8(s.queries, head, t & 15, part[i], most, unfit);
+      if (!(t & 15)) s.exponents[head] = most;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; j++) scaled[j] = scaled_weight(weight[j], s.exponents[8 * (j >> 1) + 2 * (t & 3) + (j & 1)], unfit);
+    if (unfit) s.unfit = 1;
+    __syncthreads();
+    return !s.unfit;
+  }
 };
-template <bool POOL, bool PUBLISH>
-__device__ __forceinline__ void score(const Call& c, Shared& s, const Work& x, const Query& query) {
-  int t = threadIdx.x, warp = t >> 5, lane = t & 31;
-  Entry* entries = (Entry*)s.behind;
-  for (int i = t; i < BINS / 4; i += THREADS) {
+template <bool PUBLISH> __device__ __forceinline__ void clear_bins(Shared& s) {
+  for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
     s.bins[i] = make_uint4(0, 0, 0, 0);
     if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
   }
+}
+// Score a share. `coarse`: with FP8 products; false if a key or the query did not fit these.
+template <bool POOL, bool PUBLISH, bool COARSE>
+__device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, const Query& query) {
+  int t = threadIdx.x, warp = t >> 5, lane = t & 31;
+  Entry* entries = (Entry*)s.behind;
+  float scaled[8];
+  bool fit = true;
+  clear_bins<PUBLISH>(s);
   for (int from = x.first; from < x.end; from += ENTRIES * BLOCK) {
     int to = POOL ? min(x.end, from + ENTRIES * BLOCK) : x.end;
     if (POOL) {
@@ -290,17 +372,26 @@ __device__ __forceinline__ void score(const Call& c, Shared& s, const Work& x, c
     Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.table, x.n, from, to, x.sees, warp, lane};
     scan.start();
     if (from == x.first) {
-#pragma unroll
-      for (int i = 0; i < 512 / THREADS; i++) put_query(s.queries, 32, (t + i * THREADS) >> 4, t & 15, query.part[i]);
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncthreads();
+      if (!COARSE) query.put(s);
+      else if (!query.put_fp8(s, scaled)) fit = false;
     }
-    scan.run(descriptor(s.queries), query.weight);
+    if (!COARSE) scan.template run<false>(descriptor(s.queries), query.weight);
+    else if (fit && scan.template run<true>(descriptor(s.queries), scaled)) s.unfit = 1;
     if (!POOL) break;
   }
+  if (!COARSE) return true;
+  copies_end();
   __syncthreads();
-  add_bins(s.bins, c.rows.bins + (i64)x.n * BINS);
-  if (PUBLISH) add_bins(s.behind, c.blocks.bins + (i64)x.n * BINS);
+  return !s.unfit;
+}
+template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_count(const Call& c, Shared& s, const Work& x, const Query& query) {
+  if (!FP8) score<POOL, PUBLISH, false>(c, s, x, query);
+  else if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
+  __syncthreads();
+  int places = c.pool_blocks ? c.pool_blocks * BLOCK : x.sees, blocks = (places + c.share - 1) / c.share;
+  // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.
+  add_best(s.bins, c.rows.bins + (i64)x.n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
+  if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)x.n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) {
@@ -311,34 +402,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   const int* table = c.table + (i64)c.slots[n] * c.table_width;
   int sees = min((int)c.visible[n], c.limit), end = min(first + c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
   uint2* held = (uint2*)((u8*)&s + HELD_AT);
-  u32* arrivals = c.arrivals + 2 * n;
-  if (c.phase == SCANS_ONLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (c.phase == REST_ONLY) asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (c.phase != REST_ONLY) {
-    if (first < end) {
-      Work x{n, first, end, sees, table};
-      if (c.pool_blocks) score<true, false>(c, s, x, query);
-      else if (c.publish) score<false, true>(c, s, x, query);
-      else score<false, false>(c, s, x, query);
+  Progress& arrivals = ((Progress*)c.arrivals)[n];
+  if (first < end) {
+    Work x{n, first, end, sees, table};
+    if (c.pool_blocks) score_and_count<true, false>(c, s, x, query);
+    else if (c.publish) score_and_count<false, true>(c, s, x, query);
+    else score_and_count<false, false>(c, s, x, query);
+  }
+  u32 bin, block_bin = 0, last = c.shares - 1;
+  if (count_block(&arrivals.scored, s) == last) {
+    __threadfence();
+    bin = bin_of(c.rows, n, s);
+    if (c.publish) block_bin = bin_of(c.blocks, n, s);
+    if (t == 0 && last) {
+      arrivals.block_bin = block_bin;
+      tell(&arrivals.bin, bin + 1);
     }
-    if (c.phase == SCANS_ONLY) return;
-    count_block(arrivals, s);
-    if (t == 0)
-      while (word_of_others(arrivals) < (u32)c.shares) {}
+  } else {
+    if (t == 0) {
+      while (!(s.cut[0] = word_of_others(&arrivals.bin))) {}
+      s.cut[1] = word_of_others(&arrivals.block_bin);
+    }
     __syncthreads();
+    bin = s.cut[0] - 1, block_bin = s.cut[1];
   }
-  Cut rows = cut_of(c.rows, n, s), blocks = {0, 0};
-  if (first < end) sift<false>(c, c.rows, n, first, end, rows.bin, s, held);
-  if (c.publish) {
-    blocks = cut_of(c.blocks, n, s);
-    if (first < end) sift<true>(c, c.blocks, n, first / BLOCK, (end + BLOCK - 1) / BLOCK, blocks.bin, s, held);
+  if (first < end) {
+    const u32* orders = c.rows.orders + (i64)n * c.rows.stride + first;
+    sift<false>(c, c.rows, n, first, end, bin, s, c.share <= KEPT ? s.scores : orders, held);
+    int block = first / BLOCK;
+    if (c.publish)
+      sift<true>(c, c.blocks, n, block, (end + BLOCK - 1) / BLOCK, block_bin, s, c.blocks.orders + (i64)n * c.blocks.stride + block, held);
   }
-  if (count_block(arrivals + 1, s) != (u32)c.shares - 1) return;
+  u32 ticket = count_block(&arrivals.sifted, s);
+  // The last block picks rows; where candidate blocks are published, the one before picks these beside it.
+  bool picks = ticket == last, second = c.publish && (!last || ticket == last - 1);
+  if (!picks && !second) return;
+  if (!picks && t == 0)
+    while (word_of_others(&arrivals.sifted) <= last) {}
+  __syncthreads();
   __threadfence();
-  for (int list = 0; list <= c.publish; list++) {
+  for (int blocks = !picks; blocks <= (int)second; blocks++) {
+    choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, blocks ? block_bin : bin, held, (u32*)s.bins, s.room, s.cut);
     __syncthreads();
-    choose_best<THREADS>(c, list ? c.blocks : c.rows, list, n, list ? blocks.bin : rows.bin, list ? blocks.above : rows.above, held,
-                         (u32*)s.bins, s.room, s.cut);
   }
-  if (t < 2) arrivals[t] = 0;
+  bool alone = !c.publish || !last;
+  if (alone || count_block(&arrivals.chosen, s)) {
+    if (t == 0) arrivals.scored = arrivals.sifted = arrivals.bin = arrivals.block_bin = arrivals.chosen = 0;
+  }
 }

@@ -37,8 +37,8 @@ _FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu"
 _FEW_KERNELS = (("few", 160 << 10),)
 FEW_THREADS, FEW_BLOCKS = 256, 2
 """Threads of a block of `few`, and blocks that a multiprocessor holds."""
-FEW_BYTES = 1024 + 1024 + 16384 + 8192 + 16384 + 8 * 3 * 2176
-"""Shared memory of `few` while it scores: alignment, words, bins, queries, places or bins, keys under way."""
+FEW_BYTES = 1024 + 1024 + 16384 + 8192 + 16384 + 8 * 3 * 2176 + 4 * 4096
+"""Shared memory of `few` while it scores: alignment, words, bins, queries, places or bins, keys under way, scores."""
 FEW_HELD_AT = 1024 + 1024 + 4096
 _KERNELS = (("scan", 0), ("sift", 0), ("choose", 160 << 10))
 _FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many8.cu")
@@ -68,7 +68,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 "queries", "heads", "table_width", "key_codes", "key_scales", "page_shift", "pool_blocks", "publish", "limit",
-                "share", "shares", "group_count", "phase",
+                "share", "shares", "group_count",
             )
         ),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def _counters(device: torch.device, n: int, lists: int) -> Tensor:
     key = (device, n, lists)
     if key not in _zeroed:
         refuse_capture(device)
-        _zeroed[key] = torch.zeros(lists * _counters_of(n) + 2 * n, dtype=torch.int32, device=device)
+        _zeroed[key] = torch.zeros(lists * _counters_of(n) + 8 * n, dtype=torch.int32, device=device)
     return _zeroed[key]
 
 
@@ -171,7 +171,7 @@ def select_hopper(
     tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
     call = _Call(
         *(t.data_ptr() for t in tensors), None, None, None, None, main, other, pages.page_bytes, n, heads, *_of_pages(pages),
-        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0, 0,
+        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0,
     )  # fmt: skip
     found = kernels(_SOURCES, _KERNELS, device.index or 0)
     found["scan"].launch(call, n * call.shares, 128)
@@ -192,9 +192,6 @@ def select_few(
     k: int,
     pool_NB: Tensor | None = None,
     publish_blocks: int = 0,
-    split: bool = False,
-    together: bool = True,
-    slots: int = 0,
 ) -> Selection:
     """See `gpu.select_packed`; only where `fits`. Every query reads its keys alone."""
     n, heads, _ = q_NJI.shape
@@ -211,24 +208,18 @@ def select_few(
         kept += more
     shared = max(FEW_BYTES, FEW_HELD_AT + max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4))
     # All programs of a query run side by side.
-    side_by_side = slots or programs * (FEW_BLOCKS if shared <= 114 << 10 else 1)
+    side_by_side = programs * (FEW_BLOCKS if shared <= 114 << 10 else 1)
     chunk = -(-scanned // max(1, side_by_side // n))
     chunk = -(-chunk // FEW_THREADS) * FEW_THREADS
     tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
     call = _Call(
-        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - 2 * n), None, None, main, other,
+        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - 8 * n), None, None, main, other,
         pages.page_bytes, n, heads, *_of_pages(pages), 0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk,
-        -(-scanned // chunk), 0, 0,
+        -(-scanned // chunk), 0,
     )  # fmt: skip
     few = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)["few"]
     grid = n * call.shares
-    if split:
-        call.phase = 1
-        few.launch(call, grid, FEW_THREADS, shared_bytes=shared)
-        call.phase = 2
-        few.launch(call, grid, FEW_THREADS, overlap=True, shared_bytes=shared)
-    else:
-        few.launch(call, grid, FEW_THREADS, together=together and call.shares > 1, shared_bytes=shared)
+    few.launch(call, grid, FEW_THREADS, together=call.shares > 1, shared_bytes=shared)
     return Selection(topk, blocks)
 
 
@@ -272,7 +263,7 @@ def select_many(
     tensors, table = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, None), groups_G2.contiguous()
     call = _Call(
         *(t.data_ptr() for t in tensors), table.data_ptr(), None, left.data_ptr() if fp8 else None, spill.data_ptr(), main, other,
-        pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups, 0,
+        pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups,
     )  # fmt: skip
     if fp8:
         kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)

@@ -26,7 +26,7 @@ struct Call {
   uint2* spill;
   List rows, blocks;
   i64 page_bytes;
-  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count, phase;
+  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count;
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -125,6 +125,70 @@ __device__ __forceinline__ void expand_keys(const Keys& k, u32 (&a)[8][4]) {
     expand(k.code[h].z, factor, a[4], a[5], h);
     expand(k.code[h].w, factor, a[6], a[7], h);
   }
+}
+
+// FP8 (E5M2) products. Keys are E2M1 codes times powers of two and released queries too, so both are E5M2 numbers as long as exponents
+// stay near; products are then exact, and sums as exact as Hopper's FP8 units keep them.
+static const int WIDE_FP8 = 13, MIDDLE_FP8 = 127 - 7, LOWEST_FP8 = MIDDLE_FP8 - WIDE_FP8;  // scales whose codes are normal numbers
+__device__ __forceinline__ bool beyond_fp8(u32 scale) { return scale - LOWEST_FP8 > 2 * WIDE_FP8; }
+
+// Both rows, 2^7 times as large, as the left operand of 4 products of 32 channels.
+__device__ __forceinline__ void expand_fp8(const Keys& k, u32 (&a)[4][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    // E5M2 numbers of the eight magnitudes times the scale; 0 stays 0.
+    u32 by = k.scale[h] - MIDDLE_FP8, low = 0x3E3C3800u + by * 0x04040400u, high = 0x46444240u + by * 0x04040404u;
+    const u32 words[4] = {k.code[h].x, k.code[h].y, k.code[h].z, k.code[h].w};
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 w = words[s], magnitudes = w & 0x77777777u, signs = w << 4;
+      a[s][h] = __byte_perm(low, high, magnitudes) | (__byte_perm(signs, w, 0x5140) & 0x80808080u);
+      a[s][2 + h] = __byte_perm(low, high, magnitudes >> 16) | (__byte_perm(signs, w, 0x7362) & 0x80808080u);
+    }
+  }
+}
+// Of 8 channels of a query (bfloat16); `unfit` if one has more than 3 significant bits.
+__device__ __forceinline__ u32 largest_exponent(uint4 v, bool& unfit) {
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 x = pairs[i >> 1] >> (16 * (i & 1)) & 0x7FFF;
+    most = max(most, x >> 7);
+    unfit |= (x & 31) || (x && x < 128);
+  }
+  return most;
+}
+// What is taken out of a head whose largest exponent is `most`, for any of a head of zeros.
+__device__ __forceinline__ u32 exponent_taken(u32 most, bool& unfit) {
+  unfit |= most && (most < 112 || most > 150);
+  return most ? most : 130;
+}
+// 8 channels (unit 0 to 15 of a head) to their places in a row of 128 bytes, the head's largest exponent becoming E5M2's largest.
+__device__ __forceinline__ void put_unit_fp8(u8* tile, int row, int unit, uint4 v, u32 most, bool& unfit) {
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 x = pairs[2 * half + (i >> 1)] >> (16 * (i & 1)) & 0xFFFF;
+      int exponent = (int)(x >> 7 & 255) - (int)most + 30;
+      if (x & 0x7FFF) {
+        unfit |= exponent < 1;
+        word |= ((x >> 8 & 128) | (u32)exponent << 2 | (x >> 5 & 3)) << (8 * i);
+      }
+    }
+    // A thread of the left operand holds 32 channels in a row: 4 bytes of each half of each product are one group's.
+    int place = 32 * (unit & 3) + 16 * half + 4 * (unit >> 2);
+    *(u32*)(tile + row * 128 + ((((place >> 4) ^ (row & 7)) << 4) | (place & 15))) = word;
+  }
+}
+// A head's weight for scores of the scale that bfloat16 products give (2^-64).
+__device__ __forceinline__ float scaled_weight(float weight, u32 most, bool& unfit) {
+  float product = weight * __uint_as_float((most - 142 - 7 - 64 + 127) << 23);
+  unfit |= weight != 0.f && fabsf(product) < 1.17549435e-38f;
+  return product;
 }
 // Both keys' sums over a quad: lanes with bit 0 get the second's, the others the first's.
 __device__ __forceinline__ float quad_half(float first, float second, int lane) {

@@ -1,9 +1,8 @@
 // Index selection of many queries that share keys (prefill), for Hopper (sm_90a), in FP8 products where they are exact.
 //
-// Keys are E2M1 codes times powers of two, and so are released index queries: both are E5M2 numbers as they stand (a head's power of two
-// goes to its weight), so products are exact; sums are as exact as Hopper's FP8 units keep them (2e-4 of the largest score). What does
-// not fit is found here and left to `scan_many` (many.cu). A block owns up to 16 queries of one request and a share of their keys; what
-// beats a query's K-th best so far goes to its spill, which is cut back to the K best when it might overflow. Knows no requests.
+// What does not fit FP8 is found here and left to `scan_many` (many.cu). A block owns up to 16 queries of one request and a share of their
+// keys; what beats a query's K-th best so far goes to its spill, which is cut back to the K best when it might overflow. Knows no
+// requests and no layers.
 
 static const int MEMBERS = 16, TOGETHER = 4;  // queries of a block, of one product
 static const int THREADS = 512, GROUPS = THREADS / 128;
@@ -11,7 +10,6 @@ static const int SPILL = 4096, EPOCH = 8;     // entries of a query; tiles of a 
 static const int FULL = SPILL - EPOCH * GROUPS * 64;
 static const int SET_BYTES = 128 * 128;       // four queries' tile
 static const int WEIGHTS_AT = MEMBERS / TOGETHER * SET_BYTES;
-static const int WIDE = 13;                   // scales of 2^-13 to 2^13 keep codes normal E5M2 numbers
 
 __device__ __forceinline__ void product_fp8(float (&d)[64], const u32* a, u32 b, int keep) {
   asm volatile(
@@ -105,67 +103,15 @@ __device__ __forceinline__ void write_maxima(const Call& c, int line, int sees, 
     c.blocks.orders[(i64)line * c.blocks.stride + block] = block == (sees - 1) / BLOCK ? ~0u : order;
 }
 
-// Both keys as the left operand of 4 products of 32 channels. Whether a key that counts does not fit.
-__device__ __forceinline__ bool expand_fp8(const Keys& k, u32 (&a)[4][4], bool first_counts, bool second_counts) {
-  bool unfit = false;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    // E5M2 numbers of the eight magnitudes times the scale; 0 stays 0.
-    u32 by = k.scale[h] - 127, low = 0x3E3C3800u + by * 0x04040400u, high = 0x46444240u + by * 0x04040404u;
-    const u32 words[4] = {k.code[h].x, k.code[h].y, k.code[h].z, k.code[h].w};
-    bool zero = !((words[0] | words[1] | words[2] | words[3]) & 0x77777777u);
-    if (by + WIDE > 2 * WIDE) unfit |= !zero && (h ? second_counts : first_counts);
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-      u32 w = words[s], magnitudes = w & 0x77777777u, signs = w << 4;
-      a[s][h] = __byte_perm(low, high, magnitudes) | (__byte_perm(signs, w, 0x5140) & 0x80808080u);
-      a[s][2 + h] = __byte_perm(low, high, magnitudes >> 16) | (__byte_perm(signs, w, 0x7362) & 0x80808080u);
-    }
-  }
-  return unfit;
-}
-
-// A head of a query (128 bfloat16) to its row of a tile as E5M2 numbers of which the largest has exponent 30, its weight times what was
-// taken out. Whether it does not fit.
+// A head of a query to its row of a tile, and its weight. Whether it does not fit.
 __device__ __forceinline__ bool put_head(u8* tile, int row, const uint4* from, float weight, float* scaled) {
   u32 most = 0;
   bool unfit = false;
-  for (int unit = 0; unit < 16; unit++) {
-    uint4 v = from[unit];
-    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      u32 x = pairs[i >> 1] >> (16 * (i & 1)) & 0x7FFF;
-      most = max(most, x >> 7);
-      unfit |= (x & 31) || (x && x < 128);
-    }
-  }
-  if (!most) most = 130;
-  unfit |= most < 112 || most > 150;
-  for (int unit = 0; unit < 16; unit++) {
-    uint4 v = from[unit];
-    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      u32 word = 0;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 x = pairs[2 * half + (i >> 1)] >> (16 * (i & 1)) & 0xFFFF;
-        int exponent = (int)(x >> 7 & 255) - (int)most + 30;
-        if (x & 0x7FFF) {
-          unfit |= exponent < 1;
-          word |= ((x >> 8 & 128) | (u32)exponent << 2 | (x >> 5 & 3)) << (8 * i);
-        }
-      }
-      // A thread of the left operand holds 32 channels in a row: 4 bytes of each half of each product are one group's.
-      int place = 32 * (unit & 3) + 16 * half + 4 * (unit >> 2);
-      *(u32*)(tile + row * 128 + ((((place >> 4) ^ (row & 7)) << 4) | (place & 15))) = word;
-    }
-  }
-  // Of the same scale as in bfloat16 products.
-  float power = __uint_as_float((most - 142 - 64 + 127) << 23), product = weight * power;
-  *scaled = product;
-  return unfit || (weight != 0.f && fabsf(product) < 1.17549435e-38f);
+  for (int unit = 0; unit < 16; unit++) most = max(most, largest_exponent(from[unit], unfit));
+  most = exponent_taken(most, unfit);
+  for (int unit = 0; unit < 16; unit++) put_unit_fp8(tile, row, unit, from[unit], most, unfit);
+  *scaled = scaled_weight(weight, most, unfit);
+  return unfit;
 }
 
 struct Span {  // of tiles of 64 keys
@@ -187,7 +133,13 @@ __device__ __forceinline__ bool scan_share(const Call& c, u8* shared, Held& b, u
   for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
     for (int i = 0; i < EPOCH && tile < stop; i++, tile += GROUPS) {
       u32 a[4][4];
-      unfit |= expand_fp8(feed.keys, a, feed.at < most, feed.at + 8 < most);
+      expand_fp8(feed.keys, a);
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (beyond_fp8(feed.keys.scale[h]) && feed.at + 8 * h < most) {
+          uint4 v = feed.keys.code[h];
+          unfit |= ((v.x | v.y | v.z | v.w) & 0x77777777u) != 0;
+        }
       int row = feed.at + 8 * (lane & 1);
       bool seen = tile * 64 + 64 <= fewest;
       feed.load();
