@@ -248,3 +248,18 @@ def test_without_a_gpu_the_error_says_what_runs_instead() -> None:
         return
     with pytest.raises(GpuUnavailable, match="impl 'ref'"):
         quantise(torch.zeros(1, 32, dtype=torch.bfloat16), "fp8", impl="gpu")
+
+
+@needs_triton
+def test_a_shared_expert_of_many_rows_by_expanded_weights() -> None:
+    from kvist.kernels.experts.gpu import GpuBank, run_expanded
+
+    gate, up, down = stored("fp8", 96, 128), stored("fp8", 96, 128), stored("fp8", 128, 96)
+    bank = GpuBank(moved(pack_fp8_panels(*gate, up=up)), moved(pack_fp8_panels(*down)))
+    x = quantise(torch.randn(9, 128).bfloat16(), "fp8")
+    values = [DEQUANTISE["fp8"](*part, torch.bfloat16) for part in (gate, down, up)]
+    none = torch.full((9, 1), -1)
+    triple = (values[0], values[1], values[2])
+    want = experts(x, none, torch.ones(9, 1), Values([]), limit=0.5, form="fp8", shared=triple, impl="wide")
+    got = run_expanded(x.to(DEVICE), bank, 0.5, "fp8").float().cpu()
+    assert float((got - want).norm() / want.norm()) < 1e-2

@@ -176,11 +176,12 @@ def panel_product(acc, codes, scales, x, row, alive, first, STEPS: tl.constexpr,
 
 
 @triton.jit
-def panel_values(codes, scales, at, PLAIN: tl.constexpr):
-    """Chunk `at` of an unpaired FP8 weight -> values [64,32] of its first and its second 32 inputs."""
+def panel_values(codes, scales, at, PAIRED: tl.constexpr, PLAIN: tl.constexpr):
+    """Chunk `at` of an FP8 weight -> values [64,32] of its first and its second 32 inputs."""
     n, k = tl.arange(0, 64), tl.arange(0, 32)
     word = tl.load(codes + at * 2048 + (n * 32)[:, None] + k[None, :])
-    pair = ((tl.load(scales + at) + 0x78787878) >> (16 * (n // 32)))[:, None]
+    part = n % 2 if PAIRED else n // 32
+    pair = ((tl.load(scales + at) + 0x78787878) >> (16 * part))[:, None]
     return fp8_values(word, _factor(pair, 0, PLAIN), _factor(pair, 1, PLAIN), PLAIN)
 
 

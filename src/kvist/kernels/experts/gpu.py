@@ -21,6 +21,7 @@ from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
 from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.experts.gpu_bank import GpuBank as GpuBank
+from kvist.kernels.linear.gpu import EXPANDED_ROWS, expanded
 
 PLAIN = interpreted()
 SMALL_PLAN = 512
@@ -144,6 +145,21 @@ def _gate_up(x, codes, scales, weights, hidden, sums, arrived, head, expert, fir
     f = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
     tl.store(hidden + choice.to(tl.int64)[None, :] * F + f[:, None], value.to(hidden.dtype.element_ty),
              mask=alive[None, :] & (f < F)[:, None])  # fmt: skip
+
+
+@triton.jit
+def _activate(both, hidden, limit, F: tl.constexpr, W: tl.constexpr, QUANTISE: tl.constexpr, PLAIN: tl.constexpr):
+    """W hidden values of a row from its gates and ups in turn."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * W
+    pair = tl.load(both + row * (2 * F) + 2 * at + tl.arange(0, 2 * W), mask=2 * at + tl.arange(0, 2 * W) < 2 * F, other=0.0)
+    gate, up = tl.split(tl.reshape(pair.to(tl.float32), (W, 2)))
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    value = rounded(gate * sigmoid(gate) * up, PLAIN)
+    if QUANTISE:
+        value = tl.reshape(fake_fp8_groups(tl.reshape(value, (W // 32, 32)), 1), (W,))
+    f = at + tl.arange(0, W)
+    tl.store(hidden + row * F + f, value.to(hidden.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
@@ -338,9 +354,21 @@ def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, li
     return down_gpu(hidden, ids_NS, plan, bank.down, shapes[1])
 
 
+def run_expanded(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
+    """Every row through the one FP8 expert of a bank, whose values are expanded for cuBLAS first: bfloat16 [N,D]."""
+    n, f = len(x_ND), bank.down.inputs
+    both = torch.nn.functional.linear(x_ND, expanded(bank.gate_up))
+    hidden = torch.empty(n, f, dtype=x_ND.dtype, device=x_ND.device)
+    width = 256
+    _activate[(n, triton.cdiv(f, width))](both, hidden, limit, F=f, W=width, QUANTISE=form is not None, PLAIN=PLAIN, num_warps=2)
+    return torch.nn.functional.linear(hidden, expanded(bank.down))
+
+
 def run_shared(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
-    """Every row through the one expert of a bank, float32 [N,D]."""
+    """Every row through the one expert of a bank, [N,D] float32, or bfloat16 where rows are many."""
     n, device = len(x_ND), x_ND.device
+    if n >= EXPANDED_ROWS and bank.gate_up.form == bank.down.form == "fp8":
+        return run_expanded(x_ND, bank, limit, form)
     shapes = (shape_for(n, n, bank.gate_up), shape_for(n, n, bank.down))
     ids = torch.zeros(n, 1, dtype=torch.int64, device=device)
     if n <= DECODE_ROWS:

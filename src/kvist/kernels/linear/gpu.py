@@ -86,7 +86,8 @@ def _product(x, codes, scales, out, parts, arrived, N_ROWS, size, K: tl.constexp
 
 
 @triton.jit
-def _expand(codes, scales, out, K: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, PLAIN: tl.constexpr):
+def _expand(codes, scales, out, K: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, PAIRED: tl.constexpr,
+            PLAIN: tl.constexpr):  # fmt: skip
     """EACH chunks of an FP8 panel -> bfloat16 [R,K]."""
     panel = tl.program_id(0).to(tl.int64)
     r = panel * 64 + tl.arange(0, 64)
@@ -94,7 +95,7 @@ def _expand(codes, scales, out, K: tl.constexpr, R: tl.constexpr, CHUNKS: tl.con
     for step in range(EACH):
         chunk = tl.program_id(1) * EACH + step
         if chunk < CHUNKS:
-            first, second = panel_values(codes, scales, panel * CHUNKS + chunk, PLAIN)
+            first, second = panel_values(codes, scales, panel * CHUNKS + chunk, PAIRED, PLAIN)
             d = chunk * 64 + k
             place = out + r[:, None] * K + d[None, :]
             tl.store(place, first.to(out.dtype.element_ty), mask=(r < R)[:, None] & (d < K)[None, :])
@@ -102,14 +103,14 @@ def _expand(codes, scales, out, K: tl.constexpr, R: tl.constexpr, CHUNKS: tl.con
 
 
 def expanded(weight: PanelWeight) -> Tensor:
-    """An FP8 weight's values, bfloat16 [O,I]."""
-    if weight.form != "fp8" or weight.paired or weight.experts != 1:
-        raise ValueError(f"{weight.experts} {weight.form} weights, paired: {weight.paired}; one plain FP8 weight is expanded")
+    """An FP8 weight's values, bfloat16 [O,I]; of a paired one gates and ups in turn."""
+    if weight.form != "fp8" or weight.experts != 1:
+        raise ValueError(f"{weight.experts} {weight.form} weights; one FP8 weight is expanded")
     panels, chunks = weight.codes.shape[1:3]
     out = torch.empty(weight.outputs, weight.inputs, dtype=torch.bfloat16, device=weight.codes.device)
     _expand[(panels, triton.cdiv(chunks, EXPANDED_CHUNKS))](
-        weight.codes, weight.scales, out, K=weight.inputs, R=weight.outputs, CHUNKS=chunks, EACH=EXPANDED_CHUNKS, PLAIN=PLAIN,
-        num_warps=4,
+        weight.codes, weight.scales, out, K=weight.inputs, R=weight.outputs, CHUNKS=chunks, EACH=EXPANDED_CHUNKS,
+        PAIRED=weight.paired, PLAIN=PLAIN, num_warps=4,
     )  # fmt: skip
     return out
 
