@@ -197,13 +197,16 @@ def bank_of(form: str, d: int, f: int, count: int) -> GpuBank:
     return GpuBank(stack_panels(ups), stack_panels(downs))
 
 
-@pytest.mark.parametrize(("d", "f", "count", "k", "blocks"), [(128, 128, 5, 2, 2), (384, 256, 8, 3, 3), (256, 128, 3, 1, 3)])
+@pytest.mark.parametrize(
+    ("d", "f", "count", "k", "blocks", "with_shared"),
+    [(128, 128, 5, 2, 2, True), (384, 256, 8, 3, 3, True), (256, 128, 3, 1, 3, True), (256, 128, 4, 2, 2, False)],
+)
 def test_experts_of_one_row(
-    d: int, f: int, count: int, k: int, blocks: int, streams_kernel: Builder, experts_kernel: Builder
+    d: int, f: int, count: int, k: int, blocks: int, with_shared: bool, streams_kernel: Builder, experts_kernel: Builder
 ) -> None:
     torch.manual_seed(d)
     passed, mix, fn = passed_of(d, streams_kernel)
-    head, routed, shared = head_of(d, passed), bank_of("fp4", d, f, count), bank_of("fp8", d, f, 1)
+    head, routed, shared = head_of(d, passed), bank_of("fp4", d, f, count), bank_of("fp8", d, f, 1) if with_shared else None
     router = Router(torch.randn(count, d).bfloat16(), torch.randn(count) * 0.1, torch.randn(count) * 0.1, k, 1.3, True, 1.5)
     text = torch.tensor([True])
     got = experts_row(head, router, text, routed, shared, limit=2.0, build=experts_kernel, blocks=blocks)
@@ -219,7 +222,7 @@ def test_experts_of_one_row(
     assert torch.equal(got.ids_NK, ids)
     near(got.weights_NK, weights, 1e-3)
     x = quantise(h, "fp8")
-    triple = Values(shared).expert(0)
+    triple = None if shared is None else Values(shared).expert(0)
     want = experts(x, ids, weights, Values(routed), limit=2.0, form="fp8", shared=triple, impl="wide")
     near(got.parts.whole(), want, 5e-3)
     again = experts_row(head, router, text, routed, shared, limit=2.0, build=experts_kernel, blocks=blocks)

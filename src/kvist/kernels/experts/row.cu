@@ -332,7 +332,7 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
     coefficients(c.streams, own->scores, 1, lane);
   }
   if (lane == 0) {
-    u32 all = (c.chosen + 1) * w.up_panels;
+    u32 all = (c.chosen + (w.fp8_down > 0)) * w.up_panels;
     while (seen(c.counters + PANELS) != all) {}
     arrive(shared_address(own->barriers) + 8);
     // The last block to come here leaves zeros for the next launch: nobody looks at the counters any more.
@@ -346,9 +346,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
   Work w;
   w.up_panels = c.hidden_width / 32, w.up_all = w.up_panels * (c.width / 128);
-  w.fp4_down = c.hidden_width / 128, w.fp8_down = c.hidden_width / 64;
+  // Without a shared expert its runs are empty.
+  bool shared = c.shared_share > 0;
+  w.fp4_down = c.hidden_width / 128, w.fp8_down = shared ? c.hidden_width / 64 : 0;
   int down_chunks = c.chosen * w.fp4_down + w.fp8_down;
-  w.shared_up.cut(block, c.shared_share, w.up_panels * (c.width / 64), c.width / 64);
+  w.shared_up.cut(block, c.shared_share, shared ? w.up_panels * (c.width / 64) : 0, c.width / 64);
   w.routed_up.cut(block, c.routed_share, c.chosen * w.up_all, c.width / 128);
   w.down.cut(block, c.down_share, c.width / 64 * down_chunks, down_chunks);
 

@@ -85,33 +85,37 @@ def built(device: torch.device) -> dict[str, Kernel]:
     return kernels(sources, (("experts_row", MOST_SHARED_BYTES),), device.index or 0)
 
 
-def fits(routed: GpuBank, shared: GpuBank, experts: int, k: int, blocks: int) -> bool:
+def fits(routed: GpuBank, shared: GpuBank | None, experts: int, k: int, blocks: int) -> bool:
     """Whether the kernel takes these banks: FP4 and FP8, whole chunks, experts that fit a block's rows of the router."""
     d, f = routed.gate_up.inputs, routed.down.inputs
+    if shared is not None:
+        up, down = shared.gate_up, shared.down
+        if up.form != "fp8" or up.experts != 1 or (up.inputs, down.inputs) != (d, f):
+            return False
     return (
-        routed.gate_up.form == "fp4" and shared.gate_up.form == "fp8" and shared.gate_up.inputs == d and shared.down.inputs == f
-        and shared.gate_up.experts == 1 and d % 128 == 0 and f % 128 == 0 and d <= 5120 and k <= min(MOST_CHOSEN, experts)
+        routed.gate_up.form == "fp4" and d % 128 == 0 and f % 128 == 0 and d <= 5120 and k <= min(MOST_CHOSEN, experts)
         and experts <= min(MOST_EXPERTS, MOST_GATES * blocks) and experts == routed.gate_up.experts
     )  # fmt: skip
 
 
-def cut_for(d: int, f: int, k: int, blocks: int) -> Cut:
+def cut_for(d: int, f: int, k: int, blocks: int, shared: bool) -> Cut:
     """Equal runs for all blocks."""
     ups, downs = f // 32, d // 64
-    chunks = (d // 64, d // 128, k * (f // 128) + f // 64)
-    panels = (ups, k * ups, downs)
+    chunks = (d // 64, d // 128, k * (f // 128) + (f // 64 if shared else 0))
+    panels = (ups if shared else 0, k * ups, downs)
     shares = tuple(-(-count * each // blocks) for count, each in zip(panels, chunks, strict=True))
-    first, second, third = (slots_of(*cut) for cut in zip(panels, chunks, shares, strict=True))
+    first, second, third = (slots_of(*cut) if cut[0] else 0 for cut in zip(panels, chunks, shares, strict=True))
     return Cut((shares[0], shares[1], shares[2]), chunks, max(first + second, third))
 
 
 def experts_row(
-    head: Head, router: Router, text_N: Tensor, routed: GpuBank, shared: GpuBank, *, limit: float, ahead: Ahead | None = None,
-    build: Callable[[torch.device], dict[str, Kernel]] = built, blocks: int | None = None,
+    head: Head, router: Router, text_N: Tensor, routed: GpuBank, shared: GpuBank | None, *, limit: float,
+    ahead: Ahead | None = None, build: Callable[[torch.device], dict[str, Kernel]] = built,
+    blocks: int | None = None,
 ) -> Chosen:  # fmt: skip
-    """One row through router, chosen experts and the shared one. `text_N` bool [1]. Hidden rows are FP8-quantised.
+    """One row through router, chosen experts and the shared one, if there is one. `text_N` bool [1].
 
-    Sums of all experts are float32 and rounded once. Raises ValueError for banks that `fits` refuses.
+    Hidden rows are FP8-quantised. Sums of all experts are float32 and rounded once. Raises ValueError for banks that `fits` refuses.
     """
     device, d, f = routed.gate_up.codes.device, routed.gate_up.inputs, routed.down.inputs
     blocks, experts = blocks_of(device) if blocks is None else blocks, len(router.gate_ED)
@@ -119,7 +123,7 @@ def experts_row(
         raise ValueError(
             f"{router.k} of {experts} experts of {f} on {d} channels do not fit one launch; use run_bank and run_shared"
         )
-    cut = cut_for(d, f, router.k, blocks)
+    cut = cut_for(d, f, router.k, blocks, shared is not None)
     if cut.slots > MOST_SLOTS:
         raise ValueError(f"blocks of {cut.shares} chunks touch {cut.slots} panels, at most {MOST_SLOTS}; use more blocks")
     floats = torch.empty(experts + 128 * blocks + router.k, dtype=torch.float32, device=device)
@@ -127,20 +131,20 @@ def experts_row(
     hidden = torch.empty(router.k + 1, f, dtype=torch.bfloat16, device=device)
     out = torch.empty(most_parts(cut.chunks[2], cut.shares[2]), d, dtype=torch.float32, device=device)
     ids, mix = torch.empty(1, router.k, dtype=torch.int64, device=device), head.empty_mix()
+    of_shared: tuple[Tensor | None, ...] = (None,) * 4
+    if shared is not None:
+        of_shared = (shared.gate_up.codes, shared.gate_up.scales, shared.down.codes, shared.down.scales)
     pointers = (
         router.gate_ED, router.bias_text_E, router.bias_image_E, text_N, routed.gate_up.codes, routed.gate_up.scales,
-        routed.down.codes, routed.down.scales, shared.gate_up.codes, shared.gate_up.scales, shared.down.codes, shared.down.scales,
-        logits, shared_parts, routed_parts, hidden, out, ids, weights, counters(routed.gate_up.codes, 3 + 2 * blocks),
-        None if ahead is None else ahead.tensor,
+        routed.down.codes, routed.down.scales, *of_shared, logits, shared_parts, routed_parts, hidden, out, ids, weights,
+        counters(routed.gate_up.codes, 3 + 2 * blocks), None if ahead is None else ahead.tensor,
     )  # fmt: skip
     call = _Call(
         *(None if t is None else t.data_ptr() for t in pointers), head.call(mix), 0 if ahead is None else ahead.nbytes, d, f,
         experts, router.k, blocks, *cut.shares, cut.slots, int(router.normalise), limit, router.temperature, router.scale,
     )  # fmt: skip
     inputs = max(2 * d, -(-cut.shares[2] // WARPS) * WARPS * 256)
-    room = (
-        SLOTS * (CODES + 256 + 16) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
-    )
+    room = SLOTS * (CODES + 256 + 16) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
     if room > MOST_SHARED_BYTES:
         raise ValueError(
             f"blocks would need {room} bytes of shared memory, at most {MOST_SHARED_BYTES}; use run_bank and run_shared"
