@@ -115,7 +115,7 @@ def experts_row(
 ) -> Chosen:  # fmt: skip
     """One row through router, chosen experts and the shared one, if there is one. `text_N` bool [1].
 
-    Hidden rows are FP8-quantised. Sums of all experts are float32 and rounded once. Raises ValueError for banks that `fits` refuses.
+    Hidden rows are FP8-quantised. Sums of all experts are float32, rounded once. Raises ValueError for banks that do not fit.
     """
     device, d, f = routed.gate_up.codes.device, routed.gate_up.inputs, routed.down.inputs
     blocks, experts = blocks_of(device) if blocks is None else blocks, len(router.gate_ED)
