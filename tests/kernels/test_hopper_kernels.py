@@ -38,9 +38,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
         attend_kernels._SOURCES: ("attend", "combine"),
-        select_kernels._SOURCES: ("scan", "sift", "choose"),
+        select_kernels._SOURCES: ("scan", "sift"),
         select_kernels._FEW_SOURCES: ("few",),
-        select_kernels._MANY_SOURCES: ("scan_many",),
+        select_kernels._MANY_SOURCES: ("scan_many", "choose"),
         select_kernels._FP8_SOURCES: ("scan_many_fp8",),
     }
     for paths, names in sources.items():
@@ -183,9 +183,7 @@ class Choice:
         (1, 4700, 64, 30, 0, True),
     ],
 )
-def test_selection_of_single_queries(
-    requests: int, m: int, k: int, publish: int, candidates: int, equal: bool
-) -> None:
+def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int, candidates: int, equal: bool) -> None:
     x = Choice(requests, 1, m, equal=equal)
     pool = None
     if candidates:

@@ -32,7 +32,7 @@ SIFTED = 4096
 """Scores a program of the second kernel reads at least."""
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "select.cu")
-_MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many.cu")
+_MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "many.cu")
 _FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu")
 _FEW_KERNELS = (("few", 160 << 10),)
 FEW_THREADS, FEW_BLOCKS = 256, 2
@@ -43,7 +43,7 @@ FEW_HELD_AT = 1024 + 1024 + 4096
 _KERNELS = (("scan", 0), ("sift", 0), ("choose", 160 << 10))
 _FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many8.cu")
 _FP8_KERNELS = (("scan_many_fp8", 72 << 10),)
-_MANY_KERNELS = (("scan_many", 136 << 10),)
+_MANY_KERNELS = (("scan_many", 136 << 10), ("choose", 40 << 10))
 
 
 class _List(ctypes.Structure):
@@ -267,7 +267,7 @@ def select_many(
     )  # fmt: skip
     if fp8:
         kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)
-    kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)["scan_many"].launch(call, grid, 384)
-    choose = kernels(_SOURCES, _KERNELS, device.index or 0)["choose"]
-    choose.launch(call, n, 512, shared_bytes=room * 8 + k * 4)
+    rest = kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)
+    rest["scan_many"].launch(call, grid, 384)
+    rest["choose"].launch(call, n, 512, shared_bytes=room * 8 + k * 4)
     return topk, blocks if publish else None

@@ -2,7 +2,7 @@
 //
 // A block owns up to 16 queries of one request and a share of their keys. Its three warpgroups expand a tile of 64 keys each into
 // registers and multiply it with all queries; what beats a query's K-th best so far goes to its spill of 4,096 entries, which is cut
-// back to the K best when it might overflow. `choose` (select.cu) picks among what is left. Knows no requests and no layers.
+// back to the K best when it might overflow. `choose` picks among what is left. Knows no requests and no layers.
 
 static const int MEMBERS = 16, TOGETHER = 4;     // queries of a block, of one product
 static const int THREADS = 384, GROUPS = THREADS / 128;
@@ -206,4 +206,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_many(const __grid_
       __syncthreads();
     }
   }
+}
+
+static const int CHOOSERS = 512;
+
+extern "C" __global__ void __launch_bounds__(CHOOSERS) choose(const __grid_constant__ Call c) {
+  extern __shared__ uint2 held[];
+  __shared__ u32 room[33], bins[1024], cut[3];
+  choose_best<CHOOSERS>(c, c.rows, false, blockIdx.x, 0, held, bins, room, cut);
 }
