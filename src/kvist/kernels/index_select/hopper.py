@@ -78,16 +78,17 @@ _zeroed: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blocks: int) -> bool:
-    """Whether the kernels take this call: Hopper, released widths, blocks of 8, pages of 2^i >= 16 rows on whole words."""
+    """Whether the kernels take this call: Hopper, released widths, blocks of 8, pages of 2^i >= 32 rows on whole words."""
     if interpreted() or torch.cuda.get_device_capability(q_NJI.device) != (9, 0):
         return False
     _, heads, channels = q_NJI.shape
     if channels != CHANNELS or heads > MOST_HEADS or block_size != BLOCK or max(k, publish_blocks) > MOST_CHOSEN:
         return False
     return (
-        pages.rows >= 16
+        pages.rows >= 32
         and not pages.rows & (pages.rows - 1)
         and not any(at % 16 for at in (pages.bytes_PB.data_ptr(), pages.page_bytes, pages.key_codes))
+        and not pages.key_scales % 4
     )
 
 
