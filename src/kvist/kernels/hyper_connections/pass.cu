@@ -1,8 +1,8 @@
 // Hyper-connections of two or more rows: streams left and entered in one pass over them, for Hopper (sm_90a).
 //
 // A warp owns 16 rows and 32 channels of all streams at a time, in the registers of a product's left operand: no value changes
-// its thread between memory, mixing and product. The float32 weight is cut into three terms of eight bits, which hold all 24;
-// rows are exact in bfloat16. Each part of the channels writes its own sums, which another launch adds. Knows no layers.
+// its thread between memory, mixing and product. The float32 weight comes cut into three terms of eight bits, which hold all 24, in the
+// order of a product's right operand; rows are exact in bfloat16. Each part of the channels writes its own sums, which another launch adds. Knows no layers.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -14,7 +14,7 @@ struct Call {
   const float* pre;
   const float* post;
   const float* comb;
-  const float* weight;  // [24, 4 D]
+  const uint4* weight;  // [D / 32, 4 streams, 3 x 8 logits, 3 terms, 32 lanes, 8 channels], bfloat16
   u16* streams;
   u16* h;
   float* parts;    // [N, parts, 32]: 24 logits, the streams' squares
@@ -29,14 +29,7 @@ __device__ __forceinline__ u32 bfloat_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// The first eight bits of two numbers as a pair; what is left of each stays.
-__device__ __forceinline__ u32 cut(float& low, float& high) {
-  u32 pair = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-  low -= low_of(pair);
-  high -= high_of(pair);
-  return pair;
-}
-__device__ __forceinline__ void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+__device__ __forceinline__ void product_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -108,16 +101,13 @@ __device__ __forceinline__ void turn(Row& row, const Mix& mix, const Call& c, i6
   *(uint4*)(c.h + n * c.width + d) = *(uint4*)one;
 }
 
-// A lane's part of the weight for one stream: eight channels of outputs g, 8 + g and 16 + g.
+// A lane's part of the weight for one stream and 32 channels: right operands of two products for each eight logits and term.
 struct Part {
-  float w[3][8];
-  __device__ __forceinline__ void load(const Call& c, int g, int stream, int d) {
+  uint4 w[3][3];
+  __device__ __forceinline__ void load(const Call& c, int lane, int stream, int step) {
+    const uint4* at = c.weight + ((i64)step * 4 + stream) * 288 + lane;
 #pragma unroll
-    for (int j = 0; j < 3; j++) {
-      const float4* at = (const float4*)(c.weight + (i64)((j * 8 + g) * 4 + stream) * c.width + d);
-      *(float4*)w[j] = __ldg(at);
-      *(float4*)(w[j] + 4) = __ldg(at + 1);
-    }
+    for (int i = 0; i < 9; i++) w[i / 3][i % 3] = __ldg(at + i * 32);
   }
 };
 
@@ -130,9 +120,9 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
   bool there[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) there[r] = first + 8 * r < c.rows, n[r] = min(first + 8 * r, c.rows - 1);
-  int d = part * c.steps * 32 + (lane & 3) * 8;
+  int at = part * c.steps, d = at * 32 + (lane & 3) * 8;
   Part next;
-  next.load(c, g, 0, d);
+  next.load(c, lane, 0, at);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   Mix mix[2];
@@ -149,20 +139,16 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
     for (int s = 0; s < 4; s++) {
       // The next stream's part is on its way while this one's is multiplied.
       Part now = next;
-      if (s < 3) next.load(c, g, s + 1, d);
-      else if (step + 1 < c.steps) next.load(c, g, 0, d + 32);
+      if (s < 3) next.load(c, lane, s + 1, at + step);
+      else if (step + 1 < c.steps) next.load(c, lane, 0, at + step + 1);
 #pragma unroll
-      for (int j = 0; j < 3; j++) {
-        float(&w)[8] = now.w[j];
+      for (int term = 0; term < 3; term++)
 #pragma unroll
-        for (int term = 0; term < 3; term++) {
-          u32 b[4];
-#pragma unroll
-          for (int p = 0; p < 4; p++) b[p] = cut(w[2 * p], w[2 * p + 1]);
-          product(acc[j], rows[0].x[s][0], rows[1].x[s][0], rows[0].x[s][1], rows[1].x[s][1], b[0], b[1]);
-          product(acc[j], rows[0].x[s][2], rows[1].x[s][2], rows[0].x[s][3], rows[1].x[s][3], b[2], b[3]);
+        for (int j = 0; j < 3; j++) {
+          uint4 b = now.w[j][term];
+          product_16(acc[j], rows[0].x[s][0], rows[1].x[s][0], rows[0].x[s][1], rows[1].x[s][1], b.x, b.y);
+          product_16(acc[j], rows[0].x[s][2], rows[1].x[s][2], rows[0].x[s][3], rows[1].x[s][3], b.z, b.w);
         }
-      }
     }
     if (step + 1 < c.steps) {
       load<LEAVE>(rows[0], c, n[0], d + 32);
