@@ -211,7 +211,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     chunk: Annotated[int, typer.Option(help="prompt tokens a pass")] = 512,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="bits independent of batch and chunk")] = False,
-    impl: Annotated[str, typer.Option(help="operators: cpu (fused C) or ref")] = "cpu",
+    impl: Annotated[str, typer.Option(help="operators: cpu (fused C), ref, or gpu (a Hopper card, bfloat16)")] = "cpu",
     expert_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="leave experts and tables in the files; hold at most e.g. 8GB of experts")
     ] = None,

@@ -58,23 +58,23 @@ def book() -> tuple[int, ...]:
     return tuple(Tokenizer(locate("nano")).encode(book_text()))
 
 
-def prompts(bos: int) -> list[list[int]]:
-    """Openings at different places of the book, one a length."""
+def prompts(bos: int, rounds: int) -> list[list[int]]:
+    """Openings at different places of the book, `rounds` of each length."""
     ids = book()
-    return [[bos, *ids[997 * place : 997 * place + length - 1]] for place, length in enumerate(LENGTHS)]
+    return [[bos, *ids[997 * place : 997 * place + length - 1]] for place, length in enumerate(LENGTHS * rounds)]
 
 
 class Company:
     """One model, its replies alone and cold, and every other way to get them."""
 
-    def __init__(self, model: Transformer, *, replay: str = "exact") -> None:
+    def __init__(self, model: Transformer, *, rounds: int = 1, replay: str = "exact") -> None:
         self.model, self.replay = model, replay
-        self.prompts = prompts(model.config.bos_token_id)
-        self.alone = [self._ask(self._engine(), [prompt])[0] for prompt in self.prompts]
+        self.prompts = prompts(model.config.bos_token_id, rounds)
+        self.alone = self._each(self._engine())
 
     def _engine(self, tiers: Tiers | None = None, **changes: object) -> Engine:
         values: dict[str, object] = {
-            "pages": 120, "context": 1024, "max_running": 8, "speculation": "off", "replay": self.replay, **changes,
+            "pages": 480, "context": 1024, "max_running": 32, "speculation": "off", "replay": self.replay, **changes,
         }  # fmt: skip
         return Engine(self.model, EngineConfig(**values), fingerprint=FINGERPRINT, tiers=tiers)  # type: ignore[arg-type]
 
@@ -97,6 +97,12 @@ class Company:
         engine.runner.run = watched._run  # type: ignore[method-assign]
         return found
 
+    def _each(self, engine: Engine) -> list[Outcome]:
+        """One after the other. No prompt shares more than its begin token with another, so each is cold."""
+        found = [self._ask(engine, [prompt])[0] for prompt in self.prompts]
+        assert all(outcome.end is not None and outcome.end.usage.cached_tokens == 0 for outcome in found)
+        return found
+
     def compare(self, found: Sequence[Outcome]) -> Compared:
         """Replies against those alone."""
         tokens, margins = 0, list[float]()
@@ -111,7 +117,7 @@ class Company:
 
     def again(self) -> Compared:
         """Alone and cold once more: what nothing but the machine changes."""
-        return self.compare([self._ask(self._engine(), [prompt])[0] for prompt in self.prompts])
+        return self.compare(self._each(self._engine()))
 
     def batched(self) -> Compared:
         """All at once."""
@@ -119,7 +125,7 @@ class Company:
 
     def chunked(self) -> Compared:
         """Alone, prompts in chunks of odd sizes."""
-        return self.compare([self._ask(self._engine(step_cost=61, mixed_cost=61), [prompt])[0] for prompt in self.prompts])
+        return self.compare(self._each(self._engine(step_cost=61, mixed_cost=61)))
 
     def preempted(self) -> Compared:
         """All at once, each put back in turn while it decodes, to be resumed from its pages by an exact replay."""
@@ -137,12 +143,7 @@ class Company:
     def drafted(self, speculation: str | int, *, together: bool) -> tuple[Compared, float]:
         """With the model's own drafts; also the share of them that were accepted."""
         engine = self._engine(speculation=speculation)
-        groups = [self.prompts] if together else [[prompt] for prompt in self.prompts]
-        found = [
-            outcome
-            for group in groups
-            for outcome in self._ask(engine if together else self._engine(speculation=speculation), group)
-        ]
+        found = self._ask(engine, self.prompts) if together else self._each(engine)
         usage = [outcome.end.usage for outcome in found if outcome.end]
         drafted, accepted = sum(u.drafted_tokens for u in usage), sum(u.accepted_tokens for u in usage)
         return self.compare(found), accepted / max(1, drafted)

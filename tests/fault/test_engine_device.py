@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kvist.cli import app
 from kvist.config import VisionConfig, replace
 from kvist.engine import executor as choice
 from kvist.engine.budget import EngineConfig, plan_memory
@@ -132,3 +134,11 @@ def test_models_that_the_cards_runner_does_not_take() -> None:
     nothing = dict.fromkeys(("kv_source_layers", "index_source_layers", "candidate_source_layers"), ())
     window_only = replace(tiny, compress_ratios=(0,) * len(tiny.compress_ratios), **nothing)
     assert "no decoder half" in str(choice.lacks(random_model(window_only, Numerics())))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("command", [["generate", "nano", "--prompt", "x", "--impl", "gpu"], ["conformance", "--device", "cuda"]])
+def test_commands_say_it_in_one_line(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    assert "is not here: torch sees 0 CUDA devices" in str(result.exception)

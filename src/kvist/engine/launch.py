@@ -22,9 +22,8 @@ from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine, store_model
 from kvist.engine.replay import Replay
-from kvist.engine.terminal import DTYPES, parse_bytes
+from kvist.engine.terminal import DTYPES, device_for, parse_bytes
 from kvist.images import decode_image, preprocess
-from kvist.kernels.device import require_device
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.page_layout import PageLayout
@@ -50,7 +49,7 @@ class LaunchOptions:
     speculation: str = "adaptive"
     dtype: str = "float32"
     impl: str = "cpu"
-    device: str = "cpu"
+    device: str = "auto"
     deterministic: bool = False
     expert_budget: str | None = None
     host_cache: str = "0"
@@ -98,8 +97,7 @@ def launch(name: str, options: LaunchOptions) -> Launched:
         deterministic=options.deterministic,
         impl=options.impl,
     )
-    device = require_device(options.device)
-    numerics.check_device(device)
+    device = device_for(numerics, options.device)
     folder = locate(name)
     digest = fingerprint(folder)
     if options.expert_budget is None:

@@ -25,6 +25,7 @@ from kvist.engine.generate import Finished, GenerateParams, TextDelta, stream
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Progress as PrefillProgress
 from kvist.engine.session import Sequence, Session
+from kvist.kernels.device import require_device
 from kvist.kernels.native import threads
 from kvist.model.numerics import Numerics
 from kvist.page_layout import PageLayout
@@ -60,13 +61,24 @@ def load_session(name: str, options: RunOptions) -> tuple[Session, Tokenizer]:
     folder = locate(name)
     dtype = DTYPES[options.dtype]
     numerics = Numerics(dtype=dtype, deterministic=options.deterministic, impl=options.impl)
+    device = device_for(numerics)
     budget = options.expert_budget_bytes
     if budget is None:
-        model = build_model(folder, numerics=numerics)
+        model = build_model(folder, numerics=numerics, device=device)
     else:
-        model = build_model(folder, numerics=numerics, access="read", engram="read", expert_budget_bytes=budget)
+        model = build_model(folder, numerics=numerics, device=device, access="read", engram="read", expert_budget_bytes=budget)
     session = Session(model, replay=options.replay, chunk=options.chunk, ced=options.ced)
     return session, Tokenizer(folder)
+
+
+def device_for(numerics: Numerics, name: str = "auto") -> torch.device:
+    """The device of this name (`auto`: a card for impl `gpu`, else the CPU), if the numerics run there.
+
+    Raises GpuUnavailable where it is not here, ValueError for what cannot run on it.
+    """
+    device = require_device(("cuda" if numerics.impl == "gpu" else "cpu") if name == "auto" else name)
+    numerics.check_device(device)
+    return device
 
 
 def run_generate(name: str, prompt: str, params: GenerateParams, options: RunOptions, status: Console) -> None:

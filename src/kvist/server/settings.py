@@ -80,7 +80,7 @@ class ServerSettings(BaseSettings):
     speculation: str = Field("adaptive", description="adaptive, off, or drafts to verify")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number type of the weights in memory")
     impl: Literal["cpu", "ref", "gpu"] = Field("cpu", description="operators: fused C, reference, or a Hopper card's (bfloat16)")
-    device: str = Field("cpu", description="where the model runs: cpu, cuda, cuda:1")
+    device: str = Field("auto", description="where the model runs: cpu, cuda, cuda:1; auto: a card for impl gpu, else the CPU")
     deterministic: bool = Field(False, description="bits independent of batch and chunk")
     expert_budget: str | None = Field(None, description="leave experts and tables in the files; hold at most so much")
     host_cache: str = Field("0", description="host memory for pages that left the device's; 0: none")

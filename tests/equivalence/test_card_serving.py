@@ -1,0 +1,100 @@
+"""The engine on a card's own runner, small: chunked and ragged prompts, decode, drafts, a hit, against the dense reference.
+
+Runs on a GPU with graphs, or anywhere under Triton's interpreter (TRITON_INTERPRET=1) without; elsewhere it skips and says so.
+Bound of logits: as in `test_card_decode.py`, from how far the reference moves when its sums are ordered otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from kvist.config import ModelConfig, replace
+from kvist.engine.budget import EngineConfig
+from kvist.engine.engine import Engine
+from kvist.engine.request import Request
+from kvist.engine.sampler import SamplingParams
+from kvist.engine.session import Session
+from kvist.model.initialise import random_model
+from kvist.model.numerics import Numerics
+from kvist.model.transformer import Transformer
+from kvist.presets import preset
+from tests.equivalence.engine_traces import Outcome, Watched
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs Triton and a GPU, or Triton with TRITON_INTERPRET=1",
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [40, 41, 42])
+
+
+def config(*, drafts: bool) -> ModelConfig:
+    """`tiny` in widths that the operators take."""
+    whole = replace(preset("tiny"), o_lora_rank=64)
+    if drafts:
+        return whole
+    return replace(whole, n_mtp_layers=0, dspark_target_layer_ids=(), compress_ratios=whole.compress_ratios[: whole.n_layers])
+
+
+def model(of: ModelConfig, impl: str) -> Transformer:
+    made = random_model(of, Numerics(dtype=torch.bfloat16, impl=impl))
+    if impl == "gpu":
+        assert made.token_classes_V is not None
+        made, made.token_classes_V = made.to(DEVICE), made.token_classes_V.to(DEVICE)
+    return made
+
+
+def start(of: ModelConfig, speculation: str | int) -> Watched:
+    from kvist.engine.card.serving import CardExecutor
+
+    budget = EngineConfig(
+        pages=20, page_tokens=8, context=64, max_running=2, speculation=speculation, step_cost=9, replay="exact"
+    )
+    engine = Engine(model(of, "gpu"), budget)
+    assert isinstance(engine.runner, CardExecutor)
+    return Watched(engine)
+
+
+def ask(watched: Watched, prompts: tuple[list[int], ...], count: int) -> list[Outcome]:
+    greedy = SamplingParams(temperature=0.0)
+    numbers = [watched.add(Request(prompt=p, max_tokens=count, sampling=greedy, ignore_end=True)) for p in prompts]
+    watched.finish(100)
+    return [watched.outcomes[number] for number in numbers]
+
+
+def near(reference: Transformer, outcome: Outcome) -> None:
+    """Every row of logits against one full forward over prompt and reply."""
+    assert outcome.end is not None
+    assert outcome.end.reason == "length", outcome.end.error
+    full = Session(reference).score(torch.tensor([*outcome.request.prompt, *outcome.tokens]))
+    first = len(outcome.request.prompt)
+    for position in range(first, first + len(outcome.tokens)):
+        want_V = full[position - 1]
+        off = float((outcome.logits[position].cpu() - want_V).norm() / want_V.norm())
+        assert off < 0.5, f"logits for position {position} are off by {off:.2f}"
+
+
+def test_ragged_prompts_in_chunks_and_a_hit() -> None:
+    of = config(drafts=False)
+    watched, reference = start(of, "off"), model(of, "wide")
+    for outcome in ask(watched, PROMPTS, 3):
+        near(reference, outcome)
+    assert (watched.engine.runner.rows, watched.engine.runner.tail_rows > 0) == (16 + 4, True)
+    (again,) = ask(watched, (PROMPTS[0],), 2)
+    assert again.end is not None
+    assert again.end.usage.cached_tokens == 12
+    near(reference, again)
+
+
+def test_drafts_are_verified() -> None:
+    of = config(drafts=True)
+    watched, reference = start(of, 2), model(of, "wide")
+    for outcome in ask(watched, PROMPTS, 4):
+        near(reference, outcome)
+    assert watched.engine.metrics.draft_failures == 0
+    assert watched.engine.metrics.drafted_tokens > 0
