@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvist.kernels.device import interpreted
 from kvist.kernels.device.arrivals import refuse_capture
@@ -82,16 +83,17 @@ def cut_weight(fn_FX: Tensor) -> Tensor:
     return laid.permute(4, 3, 1, 0, 2, 5, 6).flatten(4, 5).bfloat16().contiguous()
 
 
-_cut: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+_cut = WeakIdKeyDictionary()
 
 
 def _terms(fn_FX: Tensor) -> Tensor:
-    """The weight as the kernel reads it, made once and kept with the weight. Raises RuntimeError if that is in a capture."""
-    key = (fn_FX.device, fn_FX.data_ptr())
-    if key not in _cut or _cut[key][0] is not fn_FX:
+    """The weight as the kernel reads it, made once and kept as long as the weight. Raises RuntimeError if made in a capture."""
+    if fn_FX not in _cut:
         refuse_capture(fn_FX.device)
-        _cut[key] = (fn_FX, cut_weight(fn_FX))
-    return _cut[key][1]
+        _cut[fn_FX] = cut_weight(fn_FX)
+    terms = _cut[fn_FX]
+    assert isinstance(terms, Tensor)
+    return terms
 
 
 def pass_hopper(
