@@ -157,3 +157,15 @@ def test_ends_of_a_step(n: int) -> None:
     # Large angles are reduced exactly, which keeps a few words of the quotient in local memory.
     assert built[0].local_bytes <= 32
     assert [kernel.local_bytes for kernel in built[1:]] == [0] * 6
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_thin_products(n: int) -> None:
+    from hopper import building
+
+    from kvist.kernels.linear.thin_triton import thin_gpu
+
+    with building() as built:
+        for inputs, outputs, wide in ((D, 32, False), (D, 1024, True), (D, 512, False), (512, 128, False)):
+            thin_gpu(rows(n, inputs), rows(outputs, inputs), wide=wide)
+    assert [kernel.local_bytes for kernel in built] == [0] * len(built)

@@ -1,4 +1,5 @@
-"""What stands at the ends of a step on a card: streams, groups from rows and tails, classes for n-grams; each beside torch."""
+"""What stands between large operators of a step on a card: streams, groups from rows and tails, n-gram classes, thin products;
+each beside torch."""
 
 from __future__ import annotations
 
@@ -73,6 +74,31 @@ def test_groups_from_rows_and_tails(ratio: int) -> None:
         latent = group_pool(group[None, :, 0], group[None, :, 1])[0].bfloat16().float()
         want = latent * torch.rsqrt(latent.square().mean() + 1e-6) * norm
         torch.testing.assert_close(row.float(), want, rtol=2e-2, atol=2e-2, msg=f"slot {s}, position {p}")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("n", "inputs", "outputs"), [(1, 64, 2), (3, 64, 70), (16, 128, 40), (2, 512, 128), (1, 1280, 1056)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_thin_products(n: int, inputs: int, outputs: int, wide: bool) -> None:
+    from kvist.kernels.linear.thin_triton import thin_fits, thin_gpu
+
+    x, weight = normal(n, inputs).bfloat16(), normal(outputs, inputs, seed=1).bfloat16()
+    assert thin_fits(x, weight)
+    want = x.double() @ weight.double().t()
+    for _ in range(2):  # the second call finds the counters as the first left them
+        got = thin_gpu(x, weight, wide=wide)
+        assert got.dtype is (torch.float32 if wide else torch.bfloat16)
+        bound = 1e-6 if wide else 2.0**-8
+        assert float((got.double() - want).abs().max() / want.abs().max()) < bound
+
+
+@needs_kernels
+def test_what_is_not_thin() -> None:
+    from kvist.kernels.linear.thin_triton import thin_fits
+
+    weight = normal(8, 512).bfloat16()
+    assert not thin_fits(normal(17, 512).bfloat16(), weight)
+    assert not thin_fits(normal(1, 96).bfloat16(), normal(8, 96).bfloat16())
 
 
 @needs_kernels

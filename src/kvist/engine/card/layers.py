@@ -22,6 +22,7 @@ from kvist.kernels.hyper_connections.gpu import Entered, pass_gpu
 from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
 from kvist.kernels.index_select.hopper import fits
 from kvist.kernels.linear.gpu import linear_gpu
+from kvist.kernels.linear.thin_triton import thin_fits, thin_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.routing.gpu import route_gpu
 from kvist.kernels.sparse_attention.gpu import attend_packed
@@ -34,6 +35,13 @@ class Chosen:
     source: int | None = None
     topk_NK: Tensor | None = None
     pool_NB: Tensor | None = None
+
+
+def plain_product(x_NI: Tensor, w_OI: Tensor, *, wide: bool = False) -> Tensor:
+    """bfloat16 rows times a bfloat16 weight, float32 sums rounded to bfloat16 once, or as they are (`wide`)."""
+    if thin_fits(x_NI, w_OI):
+        return thin_gpu(x_NI, w_OI, wide=wide)
+    return wide_product(x_NI, w_OI) if wide else torch.nn.functional.linear(x_NI, w_OI)
 
 
 def wide_product(x_NI: Tensor, w_OI: Tensor, out: Tensor | None = None) -> Tensor:
@@ -97,15 +105,15 @@ class Layers:
         """The group that a row ends becomes a page's row and key; where it ends none, nothing is written (facts 5.1)."""
         eps = self.config.norm_eps
         if spec.ratio == 1:
-            latent_NC = rows_gpu(torch.nn.functional.linear(h_ND, w.project), norm=(w.norm, eps))
+            latent_NC = rows_gpu(plain_product(h_ND, w.project), norm=(w.norm, eps))
         else:
             stand = (at.slot_long_N, at.position_N, at.offset_N)
-            raw_NX, tail = wide_product(h_ND, w.project), self.state.tails[spec.index]
+            raw_NX, tail = plain_product(h_ND, w.project, wide=True), self.state.tails[spec.index]
             latent_NC = pool_rows_gpu(raw_NX, tail, *stand, spec.ratio, (w.norm, eps))
         planes, rope = self.state.rows.sources[spec.index], at.group_rope[spec.ratio]
         page_N, row_N = at.page[spec.ratio], at.row[spec.ratio]
         write_rows(latent_NC, planes.main_codes, planes.main_scales, page_N, row_N, form="main_fp4", table=rope)
-        key_NI = torch.nn.functional.linear(latent_NC, w.key)
+        key_NI = plain_product(latent_NC, w.key)
         write_rows(key_NI, planes.key_codes, planes.key_scales, page_N, row_N, form="mxfp4", norm=(w.key_norm, eps), table=rope)
 
     def select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
@@ -114,7 +122,7 @@ class Layers:
         assert source is not None and at.head_rope is not None
         q_MI = linear_gpu(rank_NQ, w.query, None, 1).view(-1, c.index_head_dim)
         q_NJI = rows_gpu(q_MI, form="mxfp4", table=at.head_rope).unflatten(0, (-1, c.index_n_heads))
-        weight_NJ = torch.nn.functional.linear(h_ND, w.heads)
+        weight_NJ = plain_product(h_ND, w.heads)
         pages, publish = self.state.pages[source], c.candidate_topk_blocks if spec.publishes_candidates else 0
         pool_NB = None if spec.candidate_source is None else chosen.pool_NB
         released = fits(q_NJI, pages, c.index_topk, c.candidate_block_size, publish)
