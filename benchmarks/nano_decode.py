@@ -1,4 +1,4 @@
-"""nano, one stream, decode at 4K and 16K of context on the CPU: whole layers against operators and the reference, and calls a token."""
+"""nano, one stream, decode at 4K and 16K of context on the CPU: whole layers, operators, the reference; calls a token."""
 
 from __future__ import annotations
 

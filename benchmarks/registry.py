@@ -14,6 +14,7 @@ MODULES: dict[str, str] = {
     "nano-decode-b1": "nano_decode",
     "nano-decode-b16": "nano_batch",
     "nano-prefill": "nano_prefill",
+    "cpu-operators": "cpu_operators",
     "nano-quality": "nano_quality",
     "prefix-lookup": "prefix_lookup",
     "page-bookkeeping": "page_bookkeeping",

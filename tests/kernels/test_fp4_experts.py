@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvist.kernels.experts import ResidentBank, experts
-from kvist.kernels.native import library, pack, pack_fp4, packed_fp4_bytes
+from kvist.kernels.native import library, native_or_none, pack, pack_fp4, packed_fp4_bytes
 from kvist.quant import dequantise_fp4_weight
 from kvist.testing import bit_equal
 
@@ -82,6 +82,25 @@ def test_extreme_scales(low: int, high: int) -> None:
         results.append(experts(x * 1e-30, ids, weights, bank, limit=3.0e38, form=None, impl="cpu"))
     assert bool(results[0].isfinite().all())
     assert bit_equal(*results)
+
+
+@pytest.mark.parametrize(("low", "high"), [(97, 158), (96, 158), (97, 159), (60, 190), (127, 128)])
+@pytest.mark.parametrize("power", [0, 39, 45, -38, -60])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9])
+def test_sums_in_units_of_a_scale_round_as_before(low: int, high: int, power: int, rows: int) -> None:
+    """Rows that pass as pairs: scales and rows inside the range of the short way, at its border and beyond."""
+    codes, scales = codes_and_scales(80, 320, 5, low, high)
+    x, _, _ = batch(rows, 320)
+    x = (x * 2.0**power).bfloat16().float()
+    x[:, ::7] = 0
+    sums = []
+    native = native_or_none()
+    assert native is not None
+    for weight in (pack_fp4(codes, scales), pack(dequantise_fp4_weight(codes, scales, torch.float32))):
+        sums.append(torch.empty(rows, 80))
+        native.kvist_linear(x.data_ptr(), rows, 1, 320, weight.pointer, weight.kind, 80, sums[-1].data_ptr(), -1, True, 1)
+    assert bool((sums[1] != 0).any())
+    assert bit_equal(*sums)
 
 
 class Same(ResidentBank):

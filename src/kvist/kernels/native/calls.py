@@ -49,6 +49,8 @@ _SIGNATURES = {
     "kvist_windows": "pppn",
     "kvist_ngram_rows": "ppnnpnnn" + "pppnnnp",
     "kvist_table_rows": "ppnnpnp",
+    "kvist_read_memory": "pni",
+    "kvist_integer_dots": "ni",
     "kvist_uniform": "nnnnp",
     "kvist_uniform_at": "pppnnp",
 }
@@ -57,6 +59,8 @@ _RESULTS = {
     "kvist_read_rows": ctypes.c_int64,
     "kvist_ngram_rows": ctypes.c_int64,
     "kvist_table_rows": ctypes.c_int64,
+    "kvist_read_memory": ctypes.c_int64,
+    "kvist_integer_dots": ctypes.c_int64,
 }
 _CLAIMING = (
     "kvist_linear",

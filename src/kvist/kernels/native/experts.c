@@ -79,7 +79,7 @@ typedef struct {
     const void *const *tables;
     const int64_t *expert_ids;
     const int32_t *kinds;
-    float *out, *parts; /* parts [rows][active + 1][width]: an output a choice, while experts are shared out */
+    float *out;
     int64_t rows, active, experts, width, hidden;
     float limit;
     int quantise;
@@ -170,25 +170,114 @@ static void rows_range(void *context, int64_t first, int64_t stop)
     free(buffer);
 }
 
-/* Few rows: a thread owns experts and reads each once; their outputs are added up afterwards, in the same order. */
-static void experts_range(void *context, int64_t first, int64_t stop)
+/* Few rows: every expert is read once, its panels shared out. `rows` of an expert stand at `first` of these arrays. */
+typedef struct { int64_t expert, first, rows; int exact; } chosen_expert;
+
+typedef struct {
+    const experts_job *job;
+    chosen_expert *list;
+    int64_t *index; /* the batch row of each of their rows, and its weight */
+    float *share, *x, *gate, *up, *y;
+    uint32_t *pairs;
+    int64_t count, depth;
+} few_job;
+
+static weight_t part_of(const experts_job *job, int64_t e, int part)
 {
-    const experts_job *job = context;
-    int64_t d = job->width, index[EXPERT_ROWS], places[EXPERT_ROWS];
-    float share[EXPERT_ROWS], *buffer = expert_buffer(job);
-    if (!buffer) return;
-    for (int64_t e = first; e < stop; e++) {
-        int64_t rows = 0;
+    int64_t d = job->width, f = job->hidden;
+    return (weight_t){job->tables[3 * e + part], part == 1 ? d : f, part == 1 ? f : d, job->kinds[e]};
+}
+
+/* Rows as the products take them; whether FP4 panels may hold sums in units of a scale is found once. */
+static int prepare_rows(const few_job *few, const chosen_expert *c, const float *x, int64_t inputs)
+{
+    const experts_job *job = few->job;
+    if (!job->quantise) return 0;
+    make_pairs(x, inputs, c->rows, inputs, few->pairs + c->first * few->depth);
+    return job->kinds[c->expert] == WEIGHT_FP4 && plain_rows(x, inputs, c->rows, inputs) ? EXACT_PLAIN : EXACT;
+}
+
+static void inner_range(void *context, int64_t first, int64_t stop)
+{
+    const few_job *few = context;
+    const experts_job *job = few->job;
+    int64_t d = job->width, f = job->hidden;
+    for (piece p; first < stop; first = p.next) {
+        p = piece_of(first, stop, f);
+        const chosen_expert *c = few->list + p.matrix / 2;
+        float *out = (p.matrix % 2 ? few->up : few->gate) + c->first * f;
+        product_prepared(few->x + c->first * d, d, c->rows, part_of(job, c->expert, p.matrix % 2 ? 2 : 0), out, f, c->exact,
+                         few->pairs + c->first * few->depth, p.from, p.to, job->missing);
+    }
+}
+
+static void hidden_range(void *context, int64_t first, int64_t stop)
+{
+    const few_job *few = context;
+    const experts_job *job = few->job;
+    int64_t f = job->hidden;
+    for (int64_t n = first; n < stop; n++) {
+        chosen_expert *c = few->list + n;
+        for (int64_t r = c->first; r < c->first + c->rows; r++) {
+            swiglu_row(few->gate + r * f, few->up + r * f, f, job->limit, few->share[r]);
+            if (job->quantise) quantise_row(few->gate + r * f, few->gate + r * f, f, FORMAT_FP8);
+        }
+        c->exact = prepare_rows(few, c, few->gate + c->first * f, f);
+    }
+}
+
+static void outer_range(void *context, int64_t first, int64_t stop)
+{
+    const few_job *few = context;
+    const experts_job *job = few->job;
+    int64_t d = job->width, f = job->hidden;
+    for (piece p; first < stop; first = p.next) {
+        p = piece_of(first, stop, d);
+        const chosen_expert *c = few->list + p.matrix;
+        product_prepared(few->gate + c->first * f, f, c->rows, part_of(job, c->expert, 1), few->y + c->first * d, d, c->exact,
+                         few->pairs + c->first * few->depth, p.from, p.to, job->missing);
+    }
+}
+
+/* Which rows each listed expert has, their copies and pairs. */
+static void list_chosen(few_job *few)
+{
+    const experts_job *job = few->job;
+    int64_t d = job->width, at = 0;
+    for (int64_t e = 0; e < job->experts; e++) {
+        chosen_expert *c = few->list + few->count;
+        *c = (chosen_expert){e, at, 0, 0};
         for (int64_t r = 0; r < job->rows; r++) {
             int64_t place = place_of(job, e, r);
-            if (place >= 0) index[rows] = r, places[rows] = place, share[rows++] = share_of(job, r, place);
+            if (place < 0) continue;
+            few->index[at] = r, few->share[at] = share_of(job, r, place);
+            memcpy(few->x + at++ * d, job->x + r * d, (size_t)d * 4);
+            c->rows++;
         }
-        if (!rows) continue;
-        const float *y = expert_block(job, e, index, share, rows, buffer);
-        for (int64_t n = 0; n < rows; n++)
-            memcpy(job->parts + (index[n] * (job->active + 1) + places[n]) * d, y + n * d, (size_t)d * 4);
+        if (!c->rows) continue;
+        c->exact = prepare_rows(few, c, few->x + c->first * d, d);
+        few->count++;
     }
-    free(buffer);
+}
+
+static void few_rows(const experts_job *job, int threads)
+{
+    int64_t d = job->width, f = job->hidden, most = job->rows * (job->active + 1), depth = ((d > f ? d : f) + 1) / 2;
+    float *x = claim(most * (2 * d + 2 * f + depth + 1) * 4, job->missing);
+    chosen_expert *list = claim((job->experts + 1) * (int64_t)sizeof *list + most * 8, job->missing);
+    if (x && list) {
+        few_job few = {.job = job, .list = list, .index = (int64_t *)(list + job->experts + 1), .x = x, .depth = depth};
+        few.y = x + most * d, few.gate = few.y + most * d, few.up = few.gate + most * f, few.share = few.up + most * f;
+        few.pairs = (uint32_t *)(few.share + most);
+        list_chosen(&few);
+        parallel_ranges(inner_range, &few, few.count * 2 * share_count(f), threads);
+        parallel_ranges(hidden_range, &few, few.count, 1);
+        parallel_ranges(outer_range, &few, few.count * share_count(d), threads);
+        for (int64_t n = 0; n < few.count; n++)
+            for (int64_t r = list[n].first; r < list[n].first + list[n].rows; r++) add_row(job->out + few.index[r] * d, few.y + r * d, d);
+    }
+    free(x);
+    free(list);
 }
 
 int64_t kvist_experts(const float *x, const int64_t *ids, const float *weights, const void *const *tables, const int64_t *expert_ids,
@@ -196,22 +285,10 @@ int64_t kvist_experts(const float *x, const int64_t *ids, const float *weights, 
                    float limit, int quantise, int begun, int threads)
 {
     int64_t missing = 0;
-    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, NULL, rows, active, experts, width, hidden, limit, quantise,
+    experts_job job = {x, ids, weights, tables, expert_ids, kinds, out, rows, active, experts, width, hidden, limit, quantise,
                        &missing};
     if (!begun) memset(out, 0, (size_t)(rows * width) * 4);
-    if (rows > EXPERT_ROWS) {
-        parallel_ranges(rows_range, &job, rows, threads);
-        return -missing;
-    }
-    job.parts = claim(rows * (active + 1) * width * 4, &missing);
-    if (!job.parts) return -missing;
-    int64_t work = rows * (active + 1) * width * hidden;
-    parallel_ranges(experts_range, &job, experts, work < MUCH_WORK ? 1 : threads);
-    for (int64_t e = 0; e < experts && !missing; e++)
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t place = place_of(&job, e, r);
-            if (place >= 0) add_row(out + r * width, job.parts + (r * (active + 1) + place) * width, width);
-        }
-    free(job.parts);
+    if (rows > EXPERT_ROWS) parallel_ranges(rows_range, &job, rows, threads);
+    else few_rows(&job, rows * (active + 1) * width * hidden < MUCH_WORK ? 1 : threads);
     return -missing;
 }

@@ -1,8 +1,9 @@
 /* FP4 weights in panels: re-ordering what a file stores, and expanding panels to bfloat16 pairs for the product.
  *
- * Panel layout: codes [ceil(depth / 4)][16 lanes][4 bytes] (a byte holds inputs 2k and 2k + 1 of one output), then for all
- * panels scales [ceil(groups / 4)][16][4], a group being 16 bytes of codes. A value is an E2M1 code times 2^(scale - 127),
- * exact in bfloat16. Must not know layers.
+ * Panel layout: codes [ceil(depth / 4)][16 lanes] words of 8 inputs of one output, the even inputs' codes in the lower half and the
+ * odd ones' in the upper, so that a shift by 4 j leaves two codes where a pair of bfloat16 stands; then for all panels scales
+ * [ceil(groups / 4)][16][4], a group being 16 bytes of codes. A value is an E2M1 code times 2^(scale - 127), exact in bfloat16.
+ * Must not know layers.
  */
 #include "kvist.h"
 
@@ -48,9 +49,9 @@ void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint
         u16v word = load_words(codes + k * 16);
 #pragma GCC unroll 4
         for (int64_t j = 0; j < 4; j++) {
-            u16v even = (u16v)(decode(word, table) * scale), odd = (u16v)(decode(word >> 4, table) * scale);
+            u16v even = (u16v)(decode(word, table) * scale), odd = (u16v)(decode(word >> 16, table) * scale);
             u16v pair = (odd & 0xffff0000u) | (even >> 16);
-            word >>= 8;
+            word >>= 4;
             if (k + j < depth) memcpy(pairs + (k + j) * 16, &pair, 64);
         }
     }
@@ -58,23 +59,22 @@ void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint
 
 /* One row times P panels, expanded in registers as they are multiplied: the operations of kind 0 in their order, and so its bits.
  * `P` and `dot` are constants after inlining. */
-INLINE void row_panels(const int P, const int dot, const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes,
-                       const uint8_t *scales, int64_t scale_bytes, int64_t depth, v16 *out)
+INLINE void row_panels(const int P, const int dot, const float *x, const uint32_t *pairs, const fp4_panels *w, v16 *out)
 {
     v16 table = load16(E2M1), acc[4], scale[4];
     for (int p = 0; p < P; p++) acc[p] = scale[p] = (v16){0};
-    for (int64_t k = 0; k < depth; k += 4) {
+    for (int64_t k = 0; k < w->depth; k += 4) {
         if (k % 16 == 0)
             for (int p = 0; p < P; p++)
-                scale[p] = scale_of(load_words(scales + p * scale_bytes + k / 64 * 64) >> (uint32_t)(k / 16 % 4 * 8));
+                scale[p] = scale_of(load_words(w->scales + p * w->scale_bytes + k / 64 * 64) >> (uint32_t)(k / 16 % 4 * 8));
         u16v word[4];
-        for (int p = 0; p < P; p++) word[p] = load_words(codes + p * code_bytes + k * 16);
+        for (int p = 0; p < P; p++) word[p] = load_words(w->codes + p * w->code_bytes + k * 16);
 #pragma GCC unroll 4
         for (int64_t j = 0; j < 4; j++)
 #pragma GCC unroll 4
-            for (int p = 0; p < P && k + j < depth; p++) {
-                v16 even = decode(word[p], table) * scale[p], odd = decode(word[p] >> 4, table) * scale[p];
-                word[p] >>= 8;
+            for (int p = 0; p < P && k + j < w->depth; p++) {
+                v16 even = decode(word[p], table) * scale[p], odd = decode(word[p] >> 16, table) * scale[p];
+                word[p] >>= 4;
 #ifdef __AVX512BF16__
                 if (dot) {
                     u16v pair = ((u16v)odd & 0xffff0000u) | ((u16v)even >> 16);
@@ -89,16 +89,103 @@ INLINE void row_panels(const int P, const int dot, const float *x, const uint32_
     for (int p = 0; p < P; p++) out[p] = acc[p];
 }
 
-void fp4_row(const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes, const uint8_t *scales,
-             int64_t scale_bytes, int64_t depth, int panels, v16 *out)
+#ifdef __AVX512BF16__
+/* 2^(from - to) in each lane. */
+INLINE v16 power(i16v from, i16v to) { return (v16)((from - to + 127) << 23); }
+
+enum { LEAST_SCALE = 127 - 30, SCALES = 61 };
+
+/* R rows times P panels with codes looked up as bfloat16 pairs. Sums are held in units of the present group's scale, so no weight
+ * is multiplied by it; at a group's border they change their unit. A power of two changes no rounding while all numbers stay
+ * normal: `plain_rows` looks after the rows, and 0 comes back if a scale is not within 2^-30..2^30 (`out` is then void). */
+INLINE int unit_panels(const int R, const int P, const uint32_t *pairs, int64_t ldp, const fp4_panels *w, v16 *out)
 {
-    if (panels == 4 && pairs) row_panels(4, 1, x, pairs, codes, code_bytes, scales, scale_bytes, depth, out);
-    else if (panels == 4) row_panels(4, 0, x, pairs, codes, code_bytes, scales, scale_bytes, depth, out);
-    else
+    static const uint16_t E2M1_BF16[32] = {
+        0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+        0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    const __m512i table = _mm512_loadu_si512(E2M1_BF16);
+    v16 acc[4][8];
+    i16v unit[8], far = {0};
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+        unit[p] = (i16v){0} + 127;
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) acc[r][p] = (v16){0};
+    }
+    for (int64_t first = 0; first < w->depth; first += 16) {
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            i16v next = (i16v)((load_words(w->scales + p * w->scale_bytes + first / 64 * 64) >> (uint32_t)(first / 16 % 4 * 8)) & 255u);
+            v16 factor = power(unit[p], next);
+            far |= (i16v)((u16v)(next - LEAST_SCALE) >= SCALES);
+            unit[p] = next;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) acc[r][p] *= factor;
+        }
+        for (int64_t k = first; k < first + 16 && k < w->depth; k += 4) {
+            __m512i word[8];
+#pragma GCC unroll 8
+            for (int p = 0; p < P; p++) word[p] = (__m512i)load_words(w->codes + p * w->code_bytes + k * 16);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+                for (int p = 0; p < P; p++) {
+                    __m512bh pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(word[p], 4 * (unsigned)j), table);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) {
+                        __m512bh row = (__m512bh)_mm512_set1_epi32((int)pairs[r * ldp + k + j]);
+                        acc[r][p] = (v16)_mm512_dpbf16_ps((__m512)acc[r][p], pair, row);
+                    }
+                }
+        }
+    }
+    int32_t any = 0;
+    for (int lane = 0; lane < 16; lane++) any |= far[lane];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) out[r * P + p] = acc[r][p] * power(unit[p], (i16v){0} + 127);
+    return !any;
+}
+#endif
+
+int plain_rows(const float *x, int64_t ldx, int64_t rows, int64_t inputs)
+{
+    int odd = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < inputs; i++) {
+            uint32_t magnitude = bits_of(x[r * ldx + i]) & 0x7fffffffu;
+            odd |= (magnitude - (87u << 23) > 80u << 23) & (magnitude != 0); /* 2^-40..2^40 */
+        }
+    return !odd;
+}
+
+int fp4_rows(const uint32_t *pairs, int64_t ldp, int rows, const fp4_panels *w, int panels, v16 *out)
+{
+#ifdef __AVX512BF16__
+    if (w->depth % 4) return 0;
+    if (panels == 8 && rows == 1) return unit_panels(1, 8, pairs, ldp, w, out);
+    if (panels == 4 && rows == 1) return unit_panels(1, 4, pairs, ldp, w, out);
+    if (panels == 4 && rows == 2) return unit_panels(2, 4, pairs, ldp, w, out);
+    if (panels == 4 && rows == 4) return unit_panels(4, 4, pairs, ldp, w, out);
+#endif
+    (void)pairs, (void)ldp, (void)rows, (void)w, (void)panels, (void)out;
+    return 0;
+}
+
+void fp4_row(const float *x, const uint32_t *pairs, const fp4_panels *w, int panels, v16 *out)
+{
+    if (panels == 4 && pairs) row_panels(4, 1, x, pairs, w, out);
+    else if (panels == 4) row_panels(4, 0, x, pairs, w, out);
+    else if (panels == 8) {
+        fp4_panels rest = {w->codes + 4 * w->code_bytes, w->scales + 4 * w->scale_bytes, w->code_bytes, w->scale_bytes, w->depth};
+        fp4_row(x, pairs, w, 4, out);
+        fp4_row(x, pairs, &rest, 4, out + 4);
+    } else
         for (int p = 0; p < panels; p++) {
-            const uint8_t *own = codes + p * code_bytes, *scale = scales + p * scale_bytes;
-            if (pairs) row_panels(1, 1, x, pairs, own, code_bytes, scale, scale_bytes, depth, out + p);
-            else row_panels(1, 0, x, pairs, own, code_bytes, scale, scale_bytes, depth, out + p);
+            fp4_panels own = {w->codes + p * w->code_bytes, w->scales + p * w->scale_bytes, w->code_bytes, w->scale_bytes, w->depth};
+            if (pairs) row_panels(1, 1, x, pairs, &own, out + p);
+            else row_panels(1, 0, x, pairs, &own, out + p);
         }
 }
 
@@ -121,8 +208,21 @@ static void panels_of(const uint8_t *rows, int64_t outputs, int64_t depth, uint8
     }
 }
 
+/* Nibbles 0 2 4 6 into the lower half of each word, 1 3 5 7 into the upper. */
+static void part_nibbles(uint8_t *words, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 4) {
+        uint32_t w, swap;
+        memcpy(&w, words + i, 4);
+        swap = (w ^ w >> 4) & 0x00f000f0u, w ^= swap ^ swap << 4;
+        swap = (w ^ w >> 8) & 0x0000ff00u, w ^= swap ^ swap << 8;
+        memcpy(words + i, &w, 4);
+    }
+}
+
 void kvist_pack_fp4(const uint8_t *codes, const uint8_t *scales, int64_t outputs, int64_t depth, uint8_t *packed)
 {
     panels_of(codes, outputs, depth, 0, packed);
+    part_nibbles(packed, (outputs + 15) / 16 * fp4_panel_bytes(depth, 0));
     panels_of(scales, outputs, (depth + 15) / 16, 127, packed + (outputs + 15) / 16 * fp4_panel_bytes(depth, 0));
 }

@@ -176,16 +176,41 @@ typedef struct {
  * `missing`: see `claim`; y is then not complete. */
 void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                   int64_t *missing);
-/* The same for panels first..stop-1 only; y points at output 0. */
-void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
-                    int64_t first, int64_t stop, int64_t *missing);
+/* The same for panels first..stop-1 only, with pairs that `make_pairs` made ([rows][ceil(inputs / 2)], unless `exact` is 0); y points
+ * at output 0. EXACT_PLAIN: `plain_rows` holds as well. */
+enum { EXACT = 1, EXACT_PLAIN = 2 };
+void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
+                      const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing);
+/* Rows of bfloat16 values as pairs, the even input low. */
+void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs);
+
+/* Matrices one after the other are shared out in shares of some panels, as many as one row's product takes at once. A range of
+ * shares is worked through in pieces, each of one matrix: panels [from, to), then go on at share `next`. */
+enum { SHARE_PANELS = 8 };
+typedef struct { int64_t matrix, from, to, next; } piece;
+
+INLINE int64_t share_count(int64_t outputs) { return (outputs + 16 * SHARE_PANELS - 1) / (16 * SHARE_PANELS); }
+
+INLINE piece piece_of(int64_t first, int64_t stop, int64_t outputs)
+{
+    int64_t shares = share_count(outputs), panels = (outputs + 15) / 16, matrix = first / shares;
+    int64_t next = stop < (matrix + 1) * shares ? stop : (matrix + 1) * shares, to = (next - matrix * shares) * SHARE_PANELS;
+    return (piece){matrix, (first - matrix * shares) * SHARE_PANELS, to < panels ? to : panels, next};
+}
 
 /* Bytes of one panel's codes or scales for `depth` code bytes a row. */
 int64_t fp4_panel_bytes(int64_t depth, int scales);
-/* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes; and one row times up to four panels, without that detour. `pairs`:
- * the row as bfloat16 pairs for the dot instruction, or NULL. */
-void fp4_row(const float *x, const uint32_t *pairs, const uint8_t *codes, int64_t code_bytes, const uint8_t *scales,
-             int64_t scale_bytes, int64_t depth, int panels, v16 *out);
+/* FP4 panels side by side; see fp4.c. */
+typedef struct {
+    const uint8_t *codes, *scales;
+    int64_t code_bytes, scale_bytes, depth;
+} fp4_panels;
+/* One row times one to four, or eight panels, expanded in registers; `pairs`: the row as bfloat16 pairs for the dot instruction, or NULL. */
+void fp4_row(const float *x, const uint32_t *pairs, const fp4_panels *w, int panels, v16 *out);
+/* The same sums for rows of pairs that `plain_rows` accepts, out[row * panels + panel], in fewer operations; 0 where it does not apply. */
+int fp4_rows(const uint32_t *pairs, int64_t ldp, int rows, const fp4_panels *w, int panels, v16 *out);
+int plain_rows(const float *x, int64_t ldx, int64_t rows, int64_t inputs);
+/* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes. */
 void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint32_t *pairs);
 
 /* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */

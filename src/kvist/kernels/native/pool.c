@@ -1,4 +1,4 @@
-/* A small thread pool and the memory that its workers claim: ranges of rows go to workers that sleep between calls. Knows nothing of what they compute.
+/* A small thread pool and the memory that its workers claim: ranges of rows go to workers that sleep when no call comes. Knows nothing of what they compute.
  *
  * Workers are made on first use and again after a fork (a child inherits no threads). One call at a time uses the pool;
  * a second caller meanwhile runs alone on its own thread, which gives the same bits, because rows do not share sums.
@@ -16,8 +16,9 @@ enum { MOST_WORKERS = 63 };
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, idle = PTHREAD_COND_INITIALIZER;
-static int workers, invited, active;
-static uint64_t round_number;
+static int workers, invited;
+static atomic_int active;
+static _Atomic uint64_t round_number;
 static range_task task;
 static void *context;
 static int64_t count, step;
@@ -29,6 +30,29 @@ static void work(void)
     int64_t start;
     while ((start = atomic_fetch_add(&next_start, step)) < count)
         task(context, start, start + step < count ? start + step : count);
+}
+
+/* A little patience before sleeping: waking a halted processor of a virtual machine takes longer than a small product, and calls
+ * of one pass follow each other closely. Some 50 us, so that an idle process costs nothing and a busy machine little. */
+enum { PATIENCE = 4000 };
+
+INLINE void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void await_round(uint64_t seen)
+{
+    for (int i = 0; i < PATIENCE && atomic_load_explicit(&round_number, memory_order_relaxed) == seen; i++) relax();
+}
+
+static void await_workers(void)
+{
+    for (int i = 0; i < PATIENCE && atomic_load_explicit(&active, memory_order_relaxed); i++) relax();
 }
 
 static void *worker(void *seat_as_pointer)
@@ -47,6 +71,9 @@ static void *worker(void *seat_as_pointer)
         work();
         pthread_mutex_lock(&lock);
         if (--active == 0) pthread_cond_signal(&idle);
+        pthread_mutex_unlock(&lock);
+        await_round(seen);
+        pthread_mutex_lock(&lock);
     }
     return NULL;
 }
@@ -100,6 +127,9 @@ void parallel_ranges(range_task run, void *with, int64_t total, int threads)
     work();
     pthread_mutex_lock(&lock);
     invited = 0; /* no range is left: a worker that has not woken yet (a busy machine) is not waited for */
+    pthread_mutex_unlock(&lock);
+    await_workers();
+    pthread_mutex_lock(&lock);
     while (active) pthread_cond_wait(&idle, &lock);
     pthread_mutex_unlock(&lock);
     pthread_mutex_unlock(&owner);

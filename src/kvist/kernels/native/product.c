@@ -82,6 +82,7 @@ INLINE void all_tiles(const int mode, const float *x, int64_t ldx, const uint32_
         for (int64_t panel = first; panel < stop;) {
             if (stop - panel >= 8) { TILE(1, 8); panel += 8; }
             else if (stop - panel >= 4) { TILE(1, 4); panel += 4; }
+            else if (stop - panel >= 2) { TILE(1, 2); panel += 2; }
             else { TILE(1, 1); panel += 1; }
         }
 }
@@ -113,6 +114,24 @@ INLINE int takes_pairs(weight_t w, int exact)
 
 enum { EXPANDED_BYTES = 1 << 19 };
 
+enum { FP4_ROWS = 8 };
+
+/* A few rows times up to four panels (one row: eight), a weight's code looked up once for as many rows as registers hold. */
+static void fp4_few(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, const fp4_panels *w, int panels, float *y,
+                    int64_t ldy, int64_t left, int plain)
+{
+    v16 sums[16];
+    size_t bytes = (size_t)(left < panels * 16 ? left : panels * 16) * 4;
+    for (int64_t r = 0, some; r < rows; r += some) {
+        const uint32_t *own = pairs ? pairs + r * w->depth : NULL;
+        some = rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
+        if (!plain || !fp4_rows(own, w->depth, (int)some, w, panels, sums))
+            for (int64_t n = 0; n < some; n++)
+                fp4_row(x + (r + n) * ldx, own ? own + n * w->depth : NULL, w, panels, sums + panels * n);
+        for (int64_t n = 0; n < some; n++) memcpy(y + (r + n) * ldy, sums + panels * n, bytes);
+    }
+}
+
 /* FP4 panels, expanded a few at a time into memory that stays in the cache: the sums are those of kind 0. */
 static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_t rows, weight_t w, float *y, int64_t ldy,
                       int exact, int64_t first, int64_t stop, int64_t *missing)
@@ -121,14 +140,13 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
     int64_t code_bytes = fp4_panel_bytes(depth, 0), scale_bytes = fp4_panel_bytes(depth, 1);
     int64_t fitting = EXPANDED_BYTES / (depth * 64), step = fitting >= 8 ? 8 : fitting >= 4 ? 4 : 2;
     const uint8_t *codes = w.data, *scales = codes + panels * code_bytes;
-    if (rows == 1 && w.inputs % 2 == 0) {
-        for (int64_t panel = first; panel < stop; panel += 4) {
-            v16 sums[4];
-            int count = stop - panel < 4 ? (int)(stop - panel) : 4;
-            fp4_row(x, takes_pairs(w, exact) ? pairs : NULL, codes + panel * code_bytes, code_bytes, scales + panel * scale_bytes,
-                    scale_bytes, depth, count, sums);
-            int64_t left = w.outputs - panel * 16;
-            memcpy(y + panel * 16, sums, (size_t)(left < count * 16 ? left : count * 16) * 4);
+    if (rows <= FP4_ROWS && w.inputs % 2 == 0) {
+        int dot = takes_pairs(w, exact), plain = dot && (exact == EXACT_PLAIN || plain_rows(x, ldx, rows, w.inputs));
+        for (int64_t panel = first, count; panel < stop; panel += count) {
+            int64_t more = stop - panel; /* eight sums hide an operation's latency: of one row those of eight panels */
+            count = rows == 1 && more >= 8 ? 8 : more < 4 ? more : 4;
+            fp4_panels some = {codes + panel * code_bytes, scales + panel * scale_bytes, code_bytes, scale_bytes, depth};
+            fp4_few(x, ldx, dot ? pairs : NULL, rows, &some, (int)count, y + panel * 16, ldy, w.outputs - panel * 16, plain);
         }
         return;
     }
@@ -144,8 +162,7 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
     free(expanded);
 }
 
-/* Rows of bfloat16 values as the pairs that `pair_tiles` multiplies. */
-static void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs)
+void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs)
 {
     int64_t depth = (inputs + 1) / 2;
     for (int64_t r = 0; r < rows; r++)
@@ -155,26 +172,19 @@ static void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs
         }
 }
 
-/* As `product_panels`, with the pairs made before. */
-static void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
-                             const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing)
+void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
+                      const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing)
 {
     if (w.kind == WEIGHT_F32) all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
     else if (w.kind == WEIGHT_FP4) fp4_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop, missing);
     else pair_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
 }
 
-void product_panels(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
-                    int64_t first, int64_t stop, int64_t *missing)
-{
-    if (takes_pairs(w, exact)) make_pairs(x, ldx, rows, w.inputs, pairs);
-    product_prepared(x, ldx, rows, w, y, ldy, exact, pairs, first, stop, missing);
-}
-
 void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact, uint32_t *pairs,
                   int64_t *missing)
 {
-    product_panels(x, ldx, rows, w, y, ldy, exact, pairs, 0, (w.outputs + 15) / 16, missing);
+    if (takes_pairs(w, exact)) make_pairs(x, ldx, rows, w.inputs, pairs);
+    product_prepared(x, ldx, rows, w, y, ldy, exact, pairs, 0, (w.outputs + 15) / 16, missing);
 }
 
 /* w float32 [outputs, inputs] -> packed panels; returns 0 and leaves garbage if kind is bfloat16 and a value does not fit. */
@@ -210,7 +220,7 @@ typedef struct {
     int64_t *missing;
 } linear_job;
 
-enum { BLOCK_ROWS = 64, MUCH_READ = 1 << 23, MUCH_WORK = 1 << 20 };
+enum { BLOCK_ROWS = 64, MUCH_READ = 1 << 21, MUCH_WORK = 1 << 20 };
 
 static weight_t group_weight(const linear_job *job, int64_t g)
 {
@@ -219,15 +229,15 @@ static weight_t group_weight(const linear_job *job, int64_t g)
     return (weight_t){data + g * job->panels * 16 * depth, job->each, job->w.inputs, job->w.kind};
 }
 
-/* Panels [first, stop) of all groups for all rows: each weight is read once. */
+/* Shares [first, stop) of all groups' panels for all rows: each weight is read once. */
 static void linear_panels(void *context, int64_t first, int64_t stop)
 {
     const linear_job *job = context;
     int64_t depth = (job->w.inputs + 1) / 2, ldy = job->groups * job->each;
-    for (int64_t g = first / job->panels; g * job->panels < stop; g++) {
-        int64_t from = first - g * job->panels, to = stop - g * job->panels;
-        product_prepared(job->x + g * job->w.inputs, job->ldx, job->rows, group_weight(job, g), job->y + g * job->each, ldy,
-                         job->exact, job->pairs + g * job->rows * depth, from < 0 ? 0 : from, to < job->panels ? to : job->panels,
+    for (piece p; first < stop; first = p.next) {
+        p = piece_of(first, stop, job->each);
+        product_prepared(job->x + p.matrix * job->w.inputs, job->ldx, job->rows, group_weight(job, p.matrix),
+                         job->y + p.matrix * job->each, ldy, job->exact, job->pairs + p.matrix * job->rows * depth, p.from, p.to,
                          job->missing);
     }
 }
@@ -271,9 +281,9 @@ int64_t kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t input
     for (int64_t g = 0; g < groups && takes_pairs(w, exact); g++)
         make_pairs(job.x + g * inputs, width, rows, inputs, pairs + g * rows * depth);
     job.pairs = pairs;
-    /* A few rows are bound by reading the weight: waking a thread pays from some 16 MB on; many rows by their products. */
+    /* A few rows are bound by reading the weight: waking a thread pays from some 4 MB on; many rows by their products. */
     int alone = rows < 8 ? work < MUCH_READ : work < MUCH_WORK;
-    parallel_ranges(linear_panels, &job, groups * job.panels, alone ? 1 : threads);
+    parallel_ranges(linear_panels, &job, groups * share_count(each), alone ? 1 : threads);
     free(buffer);
     return -missing;
 }

@@ -1,0 +1,73 @@
+/* What operators are measured against: memory that is read and nothing else, and integer dot products of registers.
+ *
+ * Results depend on all of the work, so that no compiler leaves it out. Must not know what is measured.
+ */
+#include "kvist.h"
+
+#include <stdatomic.h>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+typedef struct { const uint8_t *data; int64_t bytes; atomic_llong sum; } read_job;
+
+enum { BLOCK = 1 << 18 };
+
+static void read_range(void *context, int64_t first, int64_t stop)
+{
+    read_job *job = context;
+    u16v sum[8] = {{0}};
+    int64_t end = stop * BLOCK < job->bytes ? stop * BLOCK : job->bytes;
+    for (int64_t at = first * BLOCK; at + 512 <= end; at += 512)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            u16v word;
+            memcpy(&word, job->data + at + 64 * i, 64);
+            sum[i] ^= word;
+        }
+    uint32_t all = 0;
+    for (int i = 0; i < 8; i++)
+        for (int lane = 0; lane < 16; lane++) all ^= sum[i][lane];
+    atomic_fetch_xor(&job->sum, (long long)all);
+}
+
+/* The exclusive or of the 32-bit words of whole lines of 512 bytes. */
+int64_t kvist_read_memory(const void *data, int64_t bytes, int threads)
+{
+    read_job job = {data, bytes, 0};
+    parallel_ranges(read_range, &job, (bytes + BLOCK - 1) / BLOCK, threads);
+    return atomic_load(&job.sum);
+}
+
+typedef struct { atomic_llong sum; } dots_job;
+
+enum { CHAINS = 8, OPERATIONS = 1024 };
+
+static void dots_range(void *context, int64_t first, int64_t stop)
+{
+    dots_job *job = context;
+    int64_t total = 0;
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    __m512i sum[CHAINS], bytes = _mm512_set1_epi32((int)(first | 0x01010101));
+    for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_epi32(i);
+    for (int64_t n = first * OPERATIONS; n < stop * OPERATIONS; n += CHAINS)
+#pragma GCC unroll 8
+        for (int i = 0; i < CHAINS; i++) {
+            sum[i] = _mm512_dpbusd_epi32(sum[i], bytes, bytes);
+            __asm__ volatile("" : "+v"(sum[i])); /* one after the other, none folded into another */
+        }
+    for (int i = 0; i < CHAINS; i++) total += _mm512_reduce_add_epi32(sum[i]);
+#else
+    (void)first, (void)stop;
+#endif
+    atomic_fetch_add(&job->sum, total);
+}
+
+/* `count` times 1,024 dot products of 64 bytes in 16 lanes. Returns 0 where the processor has no such instruction. */
+int64_t kvist_integer_dots(int64_t count, int threads)
+{
+    dots_job job = {0};
+    parallel_ranges(dots_range, &job, count, threads);
+    return atomic_load(&job.sum);
+}
