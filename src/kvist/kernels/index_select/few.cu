@@ -104,15 +104,15 @@ template <bool POOL, bool PUBLISH> struct Scan {
       const Entry& mine = four[lane >> 3];
       fetch_word(to + 2048 - lane * 12, mine.codes + mine.scales + (lane & 7) * 4);
     } else {
-      int inside = place & ((1 << c.page_shift) - 1);
-      const u8* base = c.pages + page * c.page_bytes;
-      const u8* codes = base + (c.key_codes + inside * 64 + lane * 16);
+      u32 inside = place & ((1 << c.page_shift) - 1);
+      const u8* base = c.pages + (u64)(u32)page * (u32)c.page_bytes;
+      const u8* codes = base + (u32)(c.key_codes + inside * 64 + lane * 16);
 #pragma unroll
       for (int i = 0; i < 4; i++) fetch_unit(to + i * 512, codes + i * 512);
-      fetch_word(to + 2048 - lane * 12, base + (c.key_scales + inside * 4 + lane * 4));
+      fetch_word(to + 2048 - lane * 12, base + (u32)(c.key_scales + inside * 4 + lane * 4));
     }
   }
-  __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(table + (place >> c.page_shift)); }
+  __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(table + ((u32)place >> c.page_shift)); }
 
   // Start the first copies.
   __device__ __forceinline__ void start() const {
@@ -187,7 +187,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
       bool here = at + mine < end;
       if (POOL) here = here && (u32)entries[(at + mine - first) >> 3].first + (mine & 7) < (u32)sees;
       if (!here) order = 0;
-      if (at + mine < end) to[at] = order;
+      if (at + mine < end) to[(u32)at] = order;
       kept[at - first & KEPT - 1] = order;
       count_if((u32*)s.bins, order);
       if (PUBLISH) {
