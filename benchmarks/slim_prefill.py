@@ -6,6 +6,7 @@ Knows no list of cases and keeps no rows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,10 +18,10 @@ import torch
 
 from benchmarks.cases import WrongResult
 from benchmarks.slim import CHUNK, Case
-from benchmarks.slim_cases import WORST_LAYER, WORST_LOGITS, random_state
+from benchmarks.slim_cases import random_state
 from kvist.engine.card import cost
-from kvist.engine.card.check import Step, released_heads_config
-from kvist.engine.card.check_prefill import PrefillBeside, Prefilled
+from kvist.engine.card.check import released_heads_config
+from kvist.engine.card.check_prefill import PrefillBeside
 from kvist.engine.card.device_model import DeviceModel
 from kvist.engine.card.passes import Ints, Prompt
 from kvist.engine.card.prefill import Prefill
@@ -39,11 +40,13 @@ def prefill_gate(device: torch.device, said: Callable[[str], None]) -> None:
     contexts, hits = (620, 131), (390, 64)
     both = PrefillBeside(released_heads_config(), contexts, 1, chunk=300, page_tokens=None, device=device)
     found = [both.compare(both.cold(hits)), both.compare(both.resumed(contexts, hits)), both.compare(both.hits(contexts, hits))]
-    steps: list[Prefilled | Step] = [*found, *both.run()]
-    layers, errors = max(max(one.layers) for one in steps), max(max(one.errors) for one in steps)
-    if not (layers < WORST_LAYER and errors < WORST_LOGITS):
-        raise WrongResult(f"prefill is off: {steps}")
-    said(f"prefill's gate passed: layers within {layers:.3f}, logits within {errors:.3f} of the reference")
+    for one in found:
+        if one.faults():
+            raise WrongResult(f"prefill is off: {one.faults()} ({one})")
+    (step,) = both.run()
+    if not statistics.median(step.layers) < 0.03:
+        raise WrongResult(f"decode behind a prefill is off: layers {step.layers}")
+    said(f"prefill's gate passed: {found[-1]}")
 
 
 def random_ids(weights: CardWeights, count: int, seed: int) -> Ints:
@@ -61,24 +64,28 @@ def measure_prefill(weights: CardWeights, case: Case, chunk: int | None, said: C
     prefill = Prefill(DeviceModel(weights, state), chunk=chunk or CHUNK)
     ids = random_ids(weights, case.context, 1)
 
-    def run(total: int) -> float:
-        span = replay_span(config.plan, total, 0, "bounded")
+    span = replay_span(config.plan, case.context, 0, "bounded")
+
+    def run(first: int = 0) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        logits_RV, _ = prefill.run([Prompt.replayed(0, ids[:total], span)])
+        logits_RV, _ = prefill.run([Prompt.replayed(0, ids, dataclasses.replace(span, start=first))])
         torch.cuda.synchronize()
         taken = 1e3 * (time.perf_counter() - start)
         if not bool(torch.isfinite(logits_RV).all()):
             raise WrongResult(f"{case.name}: logits are not finite")
         return taken
 
-    run(min(case.context, prefill.chunk + 64))
+    # The first passes and the last ones, where selections are of the longest kind: every kernel is built.
+    run(max(0, case.context - 2 * prefill.chunk - 64))
+    for _ in itertools.islice(prefill.passes([Prompt.replayed(0, ids, span)]), 2):
+        pass
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = [run(case.context)]
+    times = [run()]
     said(f"timed: {times[0]:,.1f} ms")
     while times[0] < LONG_MS and len(times) < ROUNDS:
-        times.append(run(case.context))
+        times.append(run())
     beside, value = torch.cuda.max_memory_allocated() - held, statistics.median(times)
     text = (
         f"{value:,.1f} ms (of {len(times)}: {min(times):,.1f} to {max(times):,.1f}), {1e3 * case.context / value:,.0f} tokens/s "

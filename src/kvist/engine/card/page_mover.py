@@ -71,16 +71,15 @@ class PageMover:
         then. Raises ValueError for pages that are not there, or other than the host holds.
         """
         self._check(host_PB, pages)
+        ids = self._ids(pages)
         with self._lanes() as lanes:
             for first in range(0, len(pages), self.part):
-                lane = next(lanes)
-                self._send(lane, host_PB[first : first + self.part], pages[first : first + self.part])
+                self._send(next(lanes), host_PB[first : first + self.part], ids[first : first + self.part])
 
     def restore_from(self, payloads: Iterable[Buffer | None], pages: Sequence[int]) -> int:
         """The same from any source of page bytes, in order, up to the first that is missing; returns how many came."""
         self._check_pages(pages)
-        count = 0
-        source = iter(payloads)
+        ids, count, source = self._ids(pages), 0, iter(payloads)
         with self._lanes() as lanes:
             while count < len(pages):
                 lane, came, most = next(lanes), 0, min(self.part, len(pages) - count)
@@ -90,7 +89,7 @@ class PageMover:
                         break
                     staged_PB[came].numpy()[:] = np.frombuffer(payload, np.uint8)
                     came += 1
-                self._send(lane, staged_PB[:came], pages[count : count + came])
+                self._send(lane, staged_PB[:came], ids[count : count + came])
                 count += came
                 if came < most:
                     break
@@ -99,28 +98,30 @@ class PageMover:
     def save(self, pages: Sequence[int], host_PB: Tensor) -> None:
         """The pool's `pages` into host pages (as for `restore`); returns when they are there."""
         self._check(host_PB, pages)
+        ids = self._ids(pages)
         with self._lanes() as lanes:
             for first in range(0, len(pages), self.part):
-                lane, part = next(lanes), pages[first : first + self.part]
+                lane, part = next(lanes), ids[first : first + self.part]
                 with lane.entered():
                     staged_PB = lane.device_PB[: len(part)]
-                    torch.index_select(self.pool_PB, 0, self._ids(part), out=staged_PB.view(torch.int64))
+                    torch.index_select(self.pool_PB, 0, part, out=staged_PB.view(torch.int64))
                     host_PB[first : first + len(part)].copy_(staged_PB, non_blocking=True)
         for lane in self.lanes:
             if lane.stream is not None:
                 lane.stream.synchronize()
 
-    def _send(self, lane: _Lane, host_PB: Tensor, pages: Sequence[int]) -> None:
-        if not len(pages):
+    def _send(self, lane: _Lane, host_PB: Tensor, ids: Tensor) -> None:
+        if not len(ids):
             return
         with lane.entered():
-            staged_PB = lane.device_PB[: len(pages)]
+            staged_PB = lane.device_PB[: len(ids)]
             staged_PB.copy_(host_PB, non_blocking=True)
-            self.pool_PB.index_copy_(0, self._ids(pages), staged_PB.view(torch.int64))
+            self.pool_PB.index_copy_(0, ids, staged_PB.view(torch.int64))
 
     def _ids(self, pages: Sequence[int]) -> Tensor:
-        ids = torch.tensor(pages, dtype=torch.int64)
-        return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
+        """Page numbers on the device, all at once and before the lanes begin: a small copy between two large ones of another
+        stream would wait for both."""
+        return torch.tensor(pages, dtype=torch.int64).to(self.device)
 
     @contextmanager
     def _lanes(self) -> Iterator[Iterator[_Lane]]:

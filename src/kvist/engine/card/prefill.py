@@ -81,7 +81,7 @@ class Prefill:
                 raise ValueError(f"slot {prompt.slot} is outside 0..{self.state.slots - 1}")
             if len(prompt.ids) != prompt.span.total or prompt.span.start >= prompt.span.total:
                 raise ValueError(
-                    f"slot {prompt.slot}: {len(prompt.ids)} ids for rows {prompt.span.start}..{prompt.span.total - 1}"
+                    f"slot {prompt.slot}: {len(prompt.ids)} ids for a prompt of {prompt.span.total}, from {prompt.span.start} on"
                 )
             bad = prompt.ids[(prompt.ids < 0) | (prompt.ids >= limit)]
             if len(bad):
@@ -145,6 +145,7 @@ class Prefill:
         with torch.cuda.graph(graph):
             logits_RV = self.compute(self.bringer.derive(planned, flat))
 
+        @torch.inference_mode()
         def again(prompts: Sequence[Prompt]) -> None:
             (pieces, *more) = cut(prompts, self.chunk)
             new = plan_pass(pieces, self.bringer.sizes)
