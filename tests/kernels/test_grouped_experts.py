@@ -28,7 +28,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.device, i
     given = folder / "width.cuh"
     given.write_text(f"static const int WIDTH = {WIDTH};\n")
     sources = (STREAM_SOURCE, given, Path(str(module.__file__)).with_name("grouped.cu"))
-    made = build(sources, {"gather": 256, "gate_up": module.THREADS, "down": module.THREADS}, folder)
+    threads = {"count": 1024, "place": 1024, "gather": 256, "gate_up": module.THREADS, "down": module.THREADS}
+    made = build(sources, threads, folder)
     return lambda device, width: made
 
 
@@ -71,9 +72,9 @@ def test_each_choice(n: int, s: int, count: int, blocks: int, built: Any) -> Non
         assert float((got - want[there]).norm() / want[there].norm()) < 5e-3
 
 
-def test_rows_are_laid_by_expert() -> None:
+def test_rows_are_laid_by_expert(built: Any) -> None:
     ids = torch.tensor([[0, 2], [2, -1], [0, 3], [2, 3]])
-    laid = lay(ids, 4, 16)
+    laid = lay(ids, 4, WIDTH, build=built)
     assert laid.tiles.tolist() == [3]
     assert laid.expert[:3].tolist() == [0, 2, 3]
     assert laid.octet[:3].tolist() == [0, 1, 2]
@@ -82,11 +83,11 @@ def test_rows_are_laid_by_expert() -> None:
     assert places == [(0, 0), (1, 4), (8, 1), (9, 2), (10, 6), (16, 5), (17, 7)]
 
 
-def test_an_expert_of_many_rows_has_several_tiles() -> None:
-    laid = lay(torch.zeros(40, 1, dtype=torch.int64), 2, 16)
+def test_an_expert_of_many_rows_has_several_tiles(built: Any) -> None:
+    laid = lay(torch.zeros(80, 1, dtype=torch.int64), 2, WIDTH, build=built)
     assert laid.tiles.tolist() == [3]
-    assert laid.filled[:3].tolist() == [16, 16, 8]
-    assert laid.octet[:3].tolist() == [0, 2, 4]
+    assert laid.filled[:3].tolist() == [32, 32, 16]
+    assert laid.octet[:3].tolist() == [0, 4, 8]
 
 
 def test_widths() -> None:

@@ -141,6 +141,15 @@ def test_row_times_weight(
     near(out if isinstance(out, Tensor) else out.whole(), want)
 
 
+def test_outputs_are_quantised_for_the_next_product(linear_kernels: Builder) -> None:
+    torch.manual_seed(5)
+    weight, x = fp8(192, 128), torch.randn(1, 128).bfloat16()
+    plain, quantised = (product_row(x, weight, quantise=q, build=linear_kernels, blocks=2) for q in (False, True))
+    assert isinstance(plain, Tensor)
+    assert isinstance(quantised, Tensor)
+    assert torch.equal(quantised, quantise(plain, "fp8"))
+
+
 def test_blocks_do_not_span_groups(linear_kernels: Builder) -> None:
     with pytest.raises(ValueError, match="a block would span groups"):
         product_row(torch.zeros(1, 128).bfloat16(), fp8(128, 64), groups=2, build=linear_kernels, blocks=1)

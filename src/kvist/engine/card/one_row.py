@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvist.engine.card.layers import Chosen, Layers
+from kvist.engine.card.layers import Chosen, Layers, Targets
 from kvist.engine.card.places import Places
 from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights, MoeWeights
 from kvist.kernels.device.row import Ahead, Parts, blocks_of, on_hopper
@@ -56,12 +56,12 @@ class OneRow:
         self.layers, self.config = layers, layers.config
 
     def layer(
-        self, layer: LayerWeights, at: Places, x_NSD: Tensor, mix: Mix, y_ND: Output, chosen: Chosen, targets: list[Tensor] | None
+        self, layer: LayerWeights, at: Places, x_NSD: Tensor, mix: Mix, y_ND: Output, chosen: Chosen, targets: Targets | None
     ) -> tuple[Tensor, Mix, Parts, Chosen]:
         """See `DeviceModel.layer`, behind Engram."""
         head = self._enter(layer.attention_mix, y_ND, x_NSD, mix)
-        if targets is not None and layer.spec.index in self.config.dspark_target_layer_ids:
-            targets.append(head.passed.x_NSD.mean(1))
+        if targets is not None:
+            targets.see(layer.spec.index, head.passed.x_NSD)
         y_ND, mix, chosen = self._attention(layer, at, head, chosen)
         head = self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix)
         out = self._moe(layer.moe, at, head)
@@ -89,9 +89,9 @@ class OneRow:
             q_NX.unflatten(1, (c.n_heads, c.head_dim)), ring, at.span_N2, at.slot_N, pages,
             None if pages is None else chosen.topk_NK, w.sink, window=at.longest or self.layers.plan.window, rope=rope,
         )  # fmt: skip
-        narrow_NX = product_row(out_NHC.flatten(1), w.out_a, groups=c.o_groups)
+        narrow_NX = product_row(out_NHC.flatten(1), w.out_a, groups=c.o_groups, quantise=True)
         assert isinstance(narrow_NX, Tensor)
-        out = product_row(narrow_NX, w.out_b, quantised=False, whole=False)
+        out = product_row(narrow_NX, w.out_b, whole=False)
         assert isinstance(out, Parts)
         return out, mix, chosen
 

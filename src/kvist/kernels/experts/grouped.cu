@@ -17,15 +17,17 @@ struct Call {
   u8* laid;              // [inputs / 64, octets, 8 rows, 128 bytes]: units of 16 bytes exchanged by row
   const u8* codes;       // [E, panels, chunks, 4096]
   const u8* scales;
-  const int* tiles;      // their number
-  const int* expert;     // a tile's expert, first octet, rows
-  const int* octet;
-  const int* count;
-  const int* choice;     // [8 octets] a laid row's choice (row * S + slot), -1 for none
+  const i64* ids;        // [N * S] what `count` and `place` read: experts, -1 for none
+  int* begin;            // [E + 1] each expert's first octet, and the one behind the last
+  int* tiles;            // their number
+  int* expert;           // a tile's expert, first octet, rows
+  int* octet;
+  int* count;
+  int* choice;           // [8 octets] a laid row's choice (row * S + slot), -1 for none
   const float* weights;  // [N * S]
   u8* hidden;            // laid, [outputs / 128, octets, 1024]
   u16* each;             // [N * S, outputs]
-  int inputs, panels, octets, choices_of_row;
+  int inputs, panels, octets, choices_of_row, choices, experts;
   float limit;
 };
 
@@ -381,4 +383,66 @@ extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__
     uint4 value = choice < 0 ? make_uint4(0, 0, 0, 0) : __ldg(from + chunk * 8);
     *(uint4*)(c.laid + (((i64)chunk * c.octets + octet) * 8 + row) * 128 + ((unit ^ row) << 4)) = value;
   }
+}
+
+static const int MOST_EXPERTS = 1024;
+// Exclusive sums of a value a thread, over 1,024 threads; `room`: 33 words.
+__device__ __forceinline__ u32 sum_before(u32 value, u32* room, u32& all, int thread) {
+  u32 sum = value;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    u32 other = __shfl_sync(0xFFFFFFFF, sum, max((thread & 31) - by, 0));
+    if ((thread & 31) >= by) sum += other;
+  }
+  if ((thread & 31) == 31) room[thread >> 5] = sum;
+  __syncthreads();
+  u32 before = 0;
+  all = 0;
+  for (int w = 0; w < 32; w++) {
+    if (w == thread >> 5) before = all;
+    all += room[w];
+  }
+  __syncthreads();
+  return before + sum - value;
+}
+
+// One block: how many rows each expert has, where they begin, and its tiles.
+extern "C" __global__ void __launch_bounds__(1024) count(const __grid_constant__ Call c) {
+  extern __shared__ u8 raw[];
+  u32 *counts = (u32*)raw, *room = counts + MOST_EXPERTS, octets, tiles;
+  int thread = threadIdx.x;
+  counts[thread] = 0;
+  __syncthreads();
+  for (int i = thread; i < c.choices; i += 1024) {
+    i64 id = c.ids[i];
+    if (id >= 0) atomicAdd(counts + id, 1u);
+  }
+  __syncthreads();
+  u32 rows = thread < c.experts ? counts[thread] : 0, own = (rows + WIDTH - 1) / WIDTH;
+  u32 octet = sum_before((rows + 7) / 8, room, octets, thread), tile = sum_before(own, room, tiles, thread);
+  if (thread < c.experts) c.begin[thread] = octet;
+  if (thread == 0) c.begin[c.experts] = octets, c.tiles[0] = tiles;
+  for (u32 j = 0; j < own; j++) {
+    c.expert[tile + j] = thread;
+    c.octet[tile + j] = octet + j * (WIDTH / 8);
+    c.count[tile + j] = min(rows - j * WIDTH, (u32)WIDTH);
+  }
+}
+
+// A block an expert: its choices in their order, then none up to the next expert's; the last block fills what is left.
+extern "C" __global__ void __launch_bounds__(1024) place(const __grid_constant__ Call c) {
+  extern __shared__ u8 raw[];
+  u32 *room = (u32*)raw, all;
+  int thread = threadIdx.x, at = c.begin[blockIdx.x] * 8, stop = (blockIdx.x == c.experts - 1 ? c.octets : c.begin[blockIdx.x + 1]) * 8;
+  i64 next = thread < c.choices ? c.ids[thread] : -1;
+  for (int first = 0; first < c.choices; first += 1024) {
+    int i = first + thread;
+    bool mine = next == blockIdx.x;
+    if (i + 1024 < c.choices) next = c.ids[i + 1024];
+    else next = -1;
+    u32 before = sum_before(mine, room, all, thread);
+    if (mine) c.choice[at + before] = i;
+    at += all;
+  }
+  for (int i = at + thread; i < stop; i += 1024) c.choice[i] = -1;
 }

@@ -24,13 +24,15 @@ PANELS = 4
 STAGES = 4
 THREADS = 384
 OCTET = 8
+MOST_EXPERTS = 1024
+COUNT_BYTES = 4 * (MOST_EXPERTS + 33)
 WIDTHS = {64: 0.85, 96: 0.97, 112: 0.98, 128: 1.0}
 """Rows of a tile, and what part of the widest tile's rate is expected of each."""
 _SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("grouped.cu"))
 _POINTERS = (
-    "rows", "laid", "codes", "scales", "tiles", "expert", "octet", "count", "choice", "weights", "hidden", "each",
+    "rows", "laid", "codes", "scales", "ids", "begin", "tiles", "expert", "octet", "count", "choice", "weights", "hidden", "each",
 )  # fmt: skip
-_COUNTS = ("inputs", "panels", "octets", "choices_of_row")
+_COUNTS = ("inputs", "panels", "octets", "choices_of_row", "choices", "experts")
 
 
 class _Call(ctypes.Structure):
@@ -68,7 +70,8 @@ def shared_bytes(width: int) -> int:
 
 def built(device: torch.device, width: int) -> dict[str, Kernel]:
     """The kernels for a card and a width of tiles."""
-    names = (("gather", 0), ("gate_up", shared_bytes(width)), ("down", shared_bytes(width)))
+    size = shared_bytes(width)
+    names = (("count", COUNT_BYTES), ("place", COUNT_BYTES), ("gather", 0), ("gate_up", size), ("down", size))
     return kernels(_SOURCES, names, device.index or 0, (("WIDTH", width),))
 
 
@@ -77,7 +80,7 @@ def takes(bank: GpuBank) -> bool:
     up, down = bank.gate_up, bank.down
     return (
         up.form == down.form == "fp4" and up.outputs % (64 * PANELS) == 0 == down.outputs % (64 * PANELS)
-        and up.inputs % 128 == 0 == down.inputs % 128
+        and up.inputs % 128 == 0 == down.inputs % 128 and up.experts <= MOST_EXPERTS
     )  # fmt: skip
 
 
@@ -97,27 +100,25 @@ def width_for(choices: int, experts: int) -> int:
     return min(WIDTHS, key=cost)
 
 
-def lay(ids_NS: Tensor, experts: int, width: int) -> Laid:
+def lay(ids_NS: Tensor, experts: int, width: int, *, build: Build = built) -> Laid:
     """Give each choice a place beside its expert's others. Never waits for the device."""
     device, total = ids_NS.device, ids_NS.numel()
-    flat = torch.where(ids_NS < 0, experts, ids_NS).flatten()
-    order = flat.argsort(stable=True)
-    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
-    begin_E, octets_E = count_E.cumsum(0) - count_E, (count_E + OCTET - 1) // OCTET
-    octet_E = octets_E.cumsum(0) - octets_E
-    chosen = flat[order]
-    place = octet_E[chosen] * OCTET + torch.arange(total, device=device) - begin_E[chosen]
-    # Behind the last expert's rows lie those of none, then what the last tile may read too much.
-    octets = -(-total // OCTET) + experts + 1 + width // OCTET
-    choice = torch.full((octets * OCTET,), -1, dtype=torch.int32, device=device)
-    choice[place] = torch.where(chosen < experts, order, -1).int()
-    tiles_E = (count_E[:experts] + width - 1) // width
-    stop_E = tiles_E.cumsum(0)
-    at = torch.arange(experts + total // width, device=device)
-    which = torch.searchsorted(stop_E, at, right=True).clamp_max_(experts - 1)
-    done = (at - (stop_E - tiles_E)[which]) * width
-    filled = (count_E[which] - done).clamp(0, width)
-    return Laid(stop_E[-1:].int(), which.int(), (octet_E[which] + done // OCTET).int(), filled.int(), choice)
+    # Behind the last expert's rows lies what the last tile may read too much.
+    octets, most = -(-total // OCTET) + experts + width // OCTET, experts + total // width
+    sizes = (experts + 1, 1, most, most, most, octets * OCTET)
+    begin, *parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    laid, ids = Laid(*parts), ids_NS.contiguous()
+    given = {
+        "ids": ids, "begin": begin, "tiles": laid.tiles, "expert": laid.expert, "octet": laid.octet, "count": laid.filled,
+        "choice": laid.choice,
+    }  # fmt: skip
+    call = _Call(
+        **{name: tensor.data_ptr() for name, tensor in given.items()}, octets=octets, choices=total, experts=experts
+    )  # fmt: skip
+    found = build(device, width)
+    found["count"].launch(call, 1, 1024)
+    found["place"].launch(call, experts, 1024)
+    return laid
 
 
 def _call(places: Laid, rows: Tensor, weight: PanelWeight, weights_NS: Tensor, limit: float, **given: Tensor) -> _Call:
@@ -140,7 +141,7 @@ def run_grouped(
         raise ValueError(f"experts of {bank.down.inputs} on {bank.down.outputs} channels are not whole blocks; use other kernels")
     (n, s), device, up, down = ids_NS.shape, x_ND.device, bank.gate_up, bank.down
     width = width_for(n * s, up.experts) if width is None else width
-    places = lay(ids_NS, up.experts, width)
+    places = lay(ids_NS, up.experts, width, build=build)
     found, blocks = build(device, width), blocks_of(device) if blocks is None else blocks
     rows = torch.empty(up.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)
     hidden = torch.empty(down.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)

@@ -30,7 +30,7 @@ struct Call {
   const i64* cell;
   Streams streams;
   i64 ahead_bytes, code_slot, code_cell, scale_slot, scale_cell;
-  int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs;
+  int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs, quantise;
   float eps;
 };
 
@@ -220,7 +220,12 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += sums_of_warps[((i / 64) * WARPS + w) * 64 + i % 64];
     int p = first / c.chunks + i / 64, at = p * 64 + i % 64;
-    if (c.out) c.out[at] = (u16)bfloat_pair(total, 0.f);
+    if (c.out) {
+      total = rounded(total);
+      // A warp's 32 outputs are a group of the next product's inputs.
+      if (c.quantise) total = fake_fp8(total, fp8_scale(warp_max(size_of(total))));
+      c.out[at] = (u16)bfloat_pair(total, 0.f);
+    }
     else c.out_parts[(i64)(block - p * c.chunks / c.share) * c.panels * 64 + at] = total;
   }
 }

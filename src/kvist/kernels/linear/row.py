@@ -29,7 +29,8 @@ _POINTERS = (
     "entry_codes", "entry_scales", "slot", "cell",
 )  # fmt: skip
 _STRIDES = ("ahead_bytes", "code_slot", "code_cell", "scale_slot", "scale_cell")
-_COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs")
+_COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs",
+           "quantise")  # fmt: skip
 
 
 class _Call(ctypes.Structure):
@@ -110,10 +111,11 @@ def _launch(
 
 
 def product_row(
-    x_NI: Tensor, weight: PanelWeight, *, groups: int = 1, quantised: bool = True, whole: bool = True, ahead: Ahead | None = None,
-    build: Build = built, blocks: int | None = None,
+    x_NI: Tensor, weight: PanelWeight, *, groups: int = 1, quantised: bool = True, whole: bool = True, quantise: bool = False,
+    ahead: Ahead | None = None, build: Build = built, blocks: int | None = None,
 ) -> Tensor | Parts:  # fmt: skip
-    """Contiguous bfloat16 [1, G * I] -> bfloat16 [1,O], or its parts. Not `quantised`: the input is, in this launch.
+    """Contiguous bfloat16 [1, G * I] -> bfloat16 [1,O], or its parts. Not `quantised`: the input is, in this launch; `quantise`:
+    whole outputs are.
 
     `groups` of the weight's outputs read parts of the row, as in `linear`; blocks must not span groups.
     """
@@ -124,7 +126,7 @@ def product_row(
             f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
         )
     kernel = "from_row" if quantised else "from_row_quantised"
-    return _launch(kernel, weight, whole, 0, ahead, build, blocks, {"row": x_NI}, {"groups": groups})
+    return _launch(kernel, weight, whole, 0, ahead, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)})
 
 
 def product_of_streams(
