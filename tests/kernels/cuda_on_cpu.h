@@ -38,7 +38,7 @@ static float2 make_float2(float a, float b) { return {a, b}; }
 static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 // Fibers. ---------------------------------------------------------------------------------------------------------------------
-static const int MOST_THREADS = 512, MOST_BLOCKS = 8;  // blocks: of a cluster, which run side by side
+static const int MOST_THREADS = 1024, MOST_BLOCKS = 8;  // blocks: of a cluster, which run side by side
 static const size_t STACK_BYTES = 96 << 10;
 static Place threadIdx, blockIdx, gridDim;
 static int threads_of_block, blocks_of_cluster, fiber;

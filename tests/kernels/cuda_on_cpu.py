@@ -24,7 +24,7 @@ MEANING = {
     "cluster_wait": "cluster_leave();",
     "address_in": "return at + ((block + 1) << 20);",
     "read_from": "return *(float4*)in_cluster(at);",
-    "write_to": "*(float2*)in_cluster(at) = make_float2(x, y);",
+    "read_pair_from": "return *(float2*)in_cluster(at);",
     "products_wait": "__syncwarp();",
     "power2": "return exp2f(x);",
     "bfloat_pair": "return two_bfloats(low, high);",
