@@ -3,10 +3,10 @@ of several rows a request whose last ones are taken back.
 
 Runs on a GPU with graphs, or anywhere under Triton's interpreter (TRITON_INTERPRET=1) without; elsewhere it skips and says so.
 
-Bounds. Given the reference's own inputs, a layer's change of the streams is off by what bfloat16 probabilities and the FP8
-roundings behind them make of it: at widths of 64 one rounding that falls the other way is 2 to 7 percent of a change (measured
-0 to 0.07), so the median is held to 0.03 and the worst to 0.2. Logits carry eight layers of such falls: the reference itself
-moves by up to 0.13 when its sums are ordered otherwise, so they are held to 0.5.
+Bounds. Given the reference's own inputs, a layer's change of the streams is off by what sums in another order and the roundings
+behind them make of it: the median is held to 0.03 and the worst to 0.2. Logits carry eight layers of such falls and are held to
+0.5, on rows that can be judged: where the reference itself moves by 0.2 or more when it sums in float32, a choice of experts or
+rows hangs on the last bit of a sum. Random weights make such near-ties in every tenth row; at most a quarter of a case's may.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from kvist.engine.card.check import Step
+    from kvist.engine.card.check import Beside
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton and a GPU, or Triton with TRITON_INTERPRET=1",
 )
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+NEAR_TIE = 0.2
 # Contexts, steps and rows a step: groups of 2 and pages of 8 begin and end inside, and inside a run.
 CASES = [((13,), 4, 1), ((13, 6, 31), 3, 1), ((13, 6), 2, 3)]
 
@@ -36,7 +37,7 @@ CASES = [((13,), 4, 1), ((13, 6, 31), 3, 1), ((13, 6), 2, 3)]
 def test_small_widths(contexts: tuple[int, ...], steps: int, rows: int) -> None:
     from kvist.engine.card.check import Beside, small_config
 
-    within(Beside(small_config(), contexts, steps, rows=rows, page_tokens=8, device=DEVICE).run())
+    within(Beside(small_config(), contexts, steps, rows=rows, page_tokens=8, device=DEVICE))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="released head widths are too much for the interpreter; needs a GPU")
@@ -47,7 +48,7 @@ def test_released_heads(contexts: tuple[int, ...], steps: int, rows: int) -> Non
     """The kernels of released widths (attention and selection in CUDA C++ on Hopper)."""
     from kvist.engine.card.check import Beside, released_heads_config
 
-    within(Beside(released_heads_config(), contexts, steps, rows=rows, page_tokens=None, device=DEVICE).run())
+    within(Beside(released_heads_config(), contexts, steps, rows=rows, page_tokens=None, device=DEVICE))
 
 
 def test_rows_that_are_taken_back_leave_no_trace() -> None:
@@ -76,18 +77,24 @@ def test_rows_that_are_taken_back_leave_no_trace() -> None:
         torch.testing.assert_close(drafted_NV, plain, rtol=0, atol=0)
 
 
-def within(steps: list[Step]) -> None:
+def within(both: Beside) -> None:
+    spread, steps = [], []
+    for number in range(both.steps):
+        spread += both.spread(number)
+        steps.append(both.step(number))
     layers = [off for step in steps for off in step.layers]
-    logits = [off for step in steps for off in step.errors]
+    errors = [off for step in steps for off in step.errors]
     agree = [same for step in steps for same in step.agree]
+    judged = [off for off, own in zip(errors, spread, strict=True) if own < NEAR_TIE]
     print(
-        f"layers off by {statistics.median(layers):.4f} (median), {max(layers):.4f} (worst); logits {max(logits):.4f} (worst); "
-        f"{sum(agree)} of {len(agree)} best ids agree"
+        f"layers off by {statistics.median(layers):.4f} (median), {max(layers):.4f} (worst); logits {max(judged):.4f} (worst of "
+        f"{len(judged)} of {len(errors)}; the reference itself {max(spread):.4f}); {sum(agree)} of {len(agree)} best ids agree"
     )
     print("by layer", [round(max(step.layers[i] for step in steps), 4) for i in range(len(steps[0].layers))])
     assert statistics.median(layers) < 0.03
     assert max(layers) < 0.2
-    assert max(logits) < 0.5
+    assert len(judged) >= 0.75 * len(errors)
+    assert max(judged) < 0.5
 
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are a GPU's")

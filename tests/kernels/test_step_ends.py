@@ -33,6 +33,20 @@ def test_streams(n: int, width: int) -> None:
     assert torch.equal(mean_streams(x, impl="gpu"), mean_streams(x))
 
 
+@needs_kernels
+def test_means_that_are_kept() -> None:
+    from kvist.kernels.streams.gpu import mean_streams_gpu
+
+    x, ring = normal(3, 4, 64).bfloat16(), torch.zeros(2, 5, 128, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.zeros(3, 128, dtype=torch.bfloat16, device=DEVICE)
+    slots, positions = torch.tensor([0, 1, 1], device=DEVICE), torch.tensor([7, 4, 10], device=DEVICE)
+    mean_streams_gpu(x, out, 64, (ring, slots, positions))
+    want = mean_streams(x)
+    assert torch.equal(out[:, 64:], want)
+    assert torch.equal(ring[slots, positions % 5, 64:], want)
+    assert int((ring != 0).any(2).sum()) == 3 and not out[:, :64].any() and not ring[..., :64].any()
+
+
 def test_streams_elsewhere() -> None:
     assert mean_streams(torch.tensor([[[1.0], [2.0], [3.0], [6.0]]])).tolist() == [[3.0]]
     with pytest.raises(ValueError, match="known: ref, gpu"):

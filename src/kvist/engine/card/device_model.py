@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvist.config import ModelConfig
-from kvist.engine.card.layers import Chosen, Layers, enter, wide_product
+from kvist.engine.card.layers import Chosen, Layers, Targets, enter, wide_product
 from kvist.engine.card.one_row import OneRow, Output, fits, left
 from kvist.engine.card.places import CardRows, Places, places_of
 from kvist.engine.card.state import CardState
@@ -264,21 +264,18 @@ class DeviceModel:
         found, at = self.remember(rows), self.places(rows, reach)
         x_NSD, mix, chosen = self.streams(rows.tokens_N), Mix(held.first_MS, held.first_MS, held.first_MS), Chosen()
         y_ND: Output = None
-        targets: list[Tensor] | None = None if self.weights.drafts is None else []
+        targets = None if self.weights.drafts is None else Targets(self.config, self.state, at)
         for layer in self.weights.layers:
             x_NSD, mix, y_ND, chosen = self._layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
         if isinstance(y_ND, Parts):
             x_NSD, y_ND = left(y_ND, x_NSD, mix), None
         self.logits(x_NSD, mix, y_ND, held.logits_MV)
         best_token_gpu(held.logits_MV, None, held.best_M)
-        targets_NX = torch.cat(targets, 1) if targets else None
-        if targets_NX is not None:
-            self.state.targets[rows.slots_N, rows.positions_N % self.state.targets.shape[1]] = targets_NX
         self.keep_history(rows)
         if advance:
             held.tokens_M.copy_(held.best_M)
             held.positions_M.add_(1)
-        return targets_NX
+        return None if targets is None else targets.states_NX
 
     def streams(self, token_N: Tensor) -> Tensor:
         """Embedded tokens, copied to all streams [N,S,D]."""
@@ -299,7 +296,7 @@ class DeviceModel:
         mix: Mix,
         y_ND: Output,
         chosen: Chosen,
-        targets: list[Tensor] | None,
+        targets: Targets | None,
     ) -> tuple[Tensor, Mix, Output, Chosen]:
         """`layer`, or its launches for one row."""
         if self.one_row is None or len(x_NSD) != 1:
@@ -319,11 +316,11 @@ class DeviceModel:
         mix: Mix,
         y_ND: Tensor | None,
         chosen: Chosen,
-        targets: list[Tensor] | None = None,
+        targets: Targets | None = None,
     ) -> tuple[Tensor, Mix, Tensor, Chosen]:
         """Both halves; the output of the second is folded into the streams by whoever enters next.
 
-        `targets` takes the stream means [N,D] of the layers that the draft blocks look at.
+        `targets` takes what the draft blocks look at.
         """
         c = self.config
         if layer.engram is not None:
@@ -331,8 +328,8 @@ class DeviceModel:
                 x_NSD, y_ND = leave_gpu(y_ND, x_NSD, mix), None
             self._add_engram(layer.engram, at, found[layer.spec.index], x_NSD)
         entered = enter(c, layer.attention_mix, y_ND, x_NSD, mix)
-        if targets is not None and layer.spec.index in c.dspark_target_layer_ids:
-            targets.append(entered.x_NSD.mean(1))
+        if targets is not None:
+            targets.see(layer.spec.index, entered.x_NSD)
         y_ND, chosen = self.layers.attention(layer, at, entered, chosen)
         entered = enter(c, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
         return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen

@@ -26,6 +26,7 @@ from kvist.kernels.linear.thin_triton import thin_fits, thin_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.routing.gpu import route_gpu
 from kvist.kernels.sparse_attention.gpu import attend_packed
+from kvist.kernels.streams.gpu import mean_streams_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,24 @@ class Chosen:
     source: int | None = None
     topk_NK: Tensor | None = None
     pool_NB: Tensor | None = None
+
+
+class Targets:
+    """What the draft blocks look at of a step's rows, [N, targets*D]: filled layer by layer, and kept in the state."""
+
+    def __init__(self, config: ModelConfig, state: CardState, at: Places) -> None:
+        self.layers, self.width, self._keep = (
+            config.dspark_target_layer_ids,
+            config.dim,
+            (state.targets, at.slot_long_N, at.position_N),
+        )
+        shape = (len(at.position_N), len(self.layers) * self.width)
+        self.states_NX = torch.empty(shape, dtype=torch.bfloat16, device=state.device)
+
+    def see(self, layer: int, x_NSD: Tensor) -> None:
+        """The streams that enter a layer."""
+        if layer in self.layers:
+            mean_streams_gpu(x_NSD, self.states_NX, self.layers.index(layer) * self.width, self._keep)
 
 
 def plain_product(x_NI: Tensor, w_OI: Tensor, *, wide: bool = False) -> Tensor:
