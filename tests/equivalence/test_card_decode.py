@@ -20,7 +20,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from kvist.engine.card.check import Beside
+    from kvist.engine.card.check import Beside, Step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -78,7 +78,8 @@ def test_rows_that_are_taken_back_leave_no_trace() -> None:
 
 
 def within(both: Beside) -> None:
-    spread, steps = [], []
+    spread: list[float] = []
+    steps: list[Step] = []
     for number in range(both.steps):
         spread += both.spread(number)
         steps.append(both.step(number))

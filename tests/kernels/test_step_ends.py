@@ -78,8 +78,8 @@ def test_groups_from_rows_and_tails(ratio: int) -> None:
         new = raw[slot, position].clone()
         if number == 0:
             new[3:] += 1.0
-        at = (torch.tensor(part, device=DEVICE) for part in (slot, position, offset))
-        out = pool_rows_gpu(new, tail, *at, ratio, (norm, 1e-6))
+        slot_N, position_N, offset_N = (torch.tensor(part, device=DEVICE) for part in (slot, position, offset))
+        out = pool_rows_gpu(new, tail, slot_N, position_N, offset_N, ratio, (norm, 1e-6))
         seen |= {(s, p): row for s, p, row in zip(slot, position, out, strict=True)}
     for (s, p), row in seen.items():
         if (p + 1) % ratio:
