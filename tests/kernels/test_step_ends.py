@@ -68,7 +68,7 @@ def test_groups_from_rows_and_tails(ratio: int) -> None:
     tail = torch.full((2, cells, 2, width), float("nan"), device=DEVICE)
     # Slot 1 first computes wrong drafts behind position 1, which are taken back.
     passes = [[(0, 0, 1), (1, 0, 5)], [(0, 1, 4), (1, 2, 6)], [(0, 5, 7), (1, 8, 4)]]
-    seen = {}
+    seen: dict[tuple[int, int], torch.Tensor] = {}
     for number, runs in enumerate(passes):
         slot, position, offset = ([], [], [])
         for s, first, count in runs:
