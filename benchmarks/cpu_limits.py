@@ -1,10 +1,11 @@
 """What this machine can do at most, measured where it is asked: memory read and nothing else, integer dot products of registers.
 
-Best of several, with as many threads as operators use. Must not know operators.
+Several runs with as many threads as operators use. Must not know operators.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -17,14 +18,14 @@ ROUNDS = 7
 OPERATIONS = 2 * 64 * 1024
 
 
-def best_seconds(run: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The shortest of some runs."""
+def seconds_of(run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+    """Times of some runs."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return times
 
 
 def memory() -> Tensor:
@@ -46,8 +47,8 @@ def read_times(data: Tensor, times: int) -> None:
 
 
 def read_bandwidth(data: Tensor) -> float:
-    """Bytes a second."""
-    return data.nbytes / best_seconds(lambda: read_all(data))
+    """Bytes a second, the median, as what is measured against it: who else reads at the time changes it by a half."""
+    return data.nbytes / statistics.median(seconds_of(lambda: read_all(data)))
 
 
 def dot_rate(count: int = 2048) -> float:
@@ -56,4 +57,4 @@ def dot_rate(count: int = 2048) -> float:
     assert native is not None, "there is nothing native to measure without a C compiler"
     if not native.kvist_integer_dots(1, 1):
         return 0.0
-    return count * OPERATIONS / best_seconds(lambda: native.kvist_integer_dots(count, threads()))
+    return count * OPERATIONS / min(seconds_of(lambda: native.kvist_integer_dots(count, threads())))

@@ -19,7 +19,7 @@ from kvist.model.memory import LayerPlaces, Shared, SharedMemory
 from kvist.model.moe import MoE
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
-from kvist.model.whole_layer import WholeLayer, servable
+from kvist.model.whole_layer import Stretch, WholeLayer, servable
 
 
 class Block(nn.Module):
@@ -66,10 +66,12 @@ class Block(nn.Module):
         self, x_NSD: Tensor, pre_NS: Tensor, rows: Rows, memory: SharedMemory, shared: Shared, *, publish: bool = True
     ) -> tuple[Tensor, Tensor, Shared]:
         """Streams [N,S,D] after Engram -> streams after the experts, the collapse weights for what follows, `Shared`."""
-        whole = self._whole(rows, memory)
+        whole = self.whole(rows, memory)
         if whole is not None:
             layer, places = whole
-            x_NSD, pre_NS, shared = layer.run(x_NSD, pre_NS, rows, places, shared, publish=publish)
+            alone = Stretch(rows, places)
+            shared = alone.add(layer, shared, publish=publish)
+            x_NSD, pre_NS = alone.run(x_NSD, pre_NS)
             if layer.experts is not None:
                 return x_NSD, pre_NS, shared
         else:
@@ -81,7 +83,7 @@ class Block(nn.Module):
         x_NSD = hyper_connections.leave(y_ND, x_NSD, after, impl=self.numerics.product_impl)
         return x_NSD, after.pre_NS, shared
 
-    def _whole(self, rows: Rows, memory: SharedMemory) -> tuple[WholeLayer, LayerPlaces] | None:
+    def whole(self, rows: Rows, memory: SharedMemory) -> tuple[WholeLayer, LayerPlaces] | None:
         """The block as one native call, where memory and numerics allow it and nobody listens inside."""
         if not self.servable or torch.is_grad_enabled() or not len(rows.token_ids_N):
             return None

@@ -23,6 +23,7 @@ from kvist.model.memory import Shared, SharedMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows
 from kvist.model.vision import Aligner, VisionTower, embed_span
+from kvist.model.whole_layer import Stretch
 
 
 class Flow(NamedTuple):
@@ -139,13 +140,24 @@ class Transformer(nn.Module):
     def run(self, flow: Flow, rows: Rows, memory: SharedMemory, first: int, stop: int, *, publish: bool = True) -> Flow:
         """Layers first..stop-1. `publish=False`: layer `first` has already published these rows (CED tail)."""
         x_NSD, pre_NS, shared, targets = flow
+        waiting: Stretch | None = None
         for layer in range(first, stop):
             block = self.layers[layer]
             assert isinstance(block, Block)
+            whole = block.whole(rows, memory)
+            together = whole is not None and whole[0].experts is not None
+            if waiting is not None and (block.engram is not None or layer in self.targets or not together):
+                (x_NSD, pre_NS), waiting = waiting.run(x_NSD, pre_NS), None
             x_NSD = block.remember(x_NSD, rows)
             if layer in self.targets:
                 targets = (*targets, x_NSD.mean(1))
-            x_NSD, pre_NS, shared = block(x_NSD, pre_NS, rows, memory, shared, publish=publish or layer != first)
+            if whole is not None and together:
+                waiting = waiting or Stretch(rows, whole[1])
+                shared = waiting.add(whole[0], shared, publish=publish or layer != first)
+            else:
+                x_NSD, pre_NS, shared = block(x_NSD, pre_NS, rows, memory, shared, publish=publish or layer != first)
+        if waiting is not None:
+            x_NSD, pre_NS = waiting.run(x_NSD, pre_NS)
         return Flow(x_NSD, pre_NS, shared, targets)
 
     def publish(self, flow: Flow, rows: Rows, memory: SharedMemory) -> None:

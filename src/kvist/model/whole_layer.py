@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvist.kernels.experts import ExpertBank, PackedBank, Triple
-from kvist.kernels.experts.cpu import packed_expert
+from kvist.kernels.experts.cpu import kind_of, packed_expert
 from kvist.kernels.hyper_connections.cpu import MOST_STREAMS
 from kvist.kernels.native import f32, native_or_none, packed, threads
 from kvist.kernels.native.layer import (
@@ -27,7 +27,7 @@ from kvist.kernels.native.layer import (
     Matrix,
     WindowBlocks,
     keep_windows,
-    run_layer,
+    run_layers,
 )
 from kvist.kernels.quantise.cpu import GROUP
 from kvist.kernels.sparse_attention.pages import lost_window
@@ -138,43 +138,12 @@ class WholeLayer(PackedWeights):
         half = ExpertsHalf() if self.experts is None else self._experts(block)
         c = block.config
         pairs = c.rope_head_dim // 2
-        self._layer = Layer(c.hc_mult, c.dim, pairs, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps, attention, half)
-        self.address = ctypes.addressof(self._layer)
+        self.layer = Layer(c.hc_mult, c.dim, pairs, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps, attention, half)
         self.settle(block.modules())
 
     def current(self, *, moved: bool = True) -> bool:
         """See `PackedWeights.current`; another bank of experts also counts."""
         return self.block.ffn.bank is self.bank and super().current(moved=moved)
-
-    def run(
-        self, x_NSD: Tensor, pre_NS: Tensor, rows: Rows, places: LayerPlaces, shared: Shared, *, publish: bool
-    ) -> tuple[Tensor, Tensor, Shared]:
-        """See `Block.forward`; where experts are not all in memory, the streams and collapse weights before their half."""
-        block, spec, c = self.block, self.block.spec, self.block.config
-        x, pre, count = f32(x_NSD), f32(pre_NS), len(x_NSD)
-        freq_P = block.attn.freq_P
-        given = begin_pass(rows, places, freq_P)
-        given.ring = places.ring(spec.index)
-        if spec.selects:
-            topk = torch.empty(count, c.index_topk, dtype=torch.int64)
-            pool, kept = shared.candidates_NB, shared.candidates_NB
-            if pool is not None and spec.candidate_source is not None:
-                given.pool, given.pool_blocks = pool.data_ptr(), pool.shape[1]
-            if spec.publishes_candidates:
-                kept = torch.empty(count, c.candidate_topk_blocks, dtype=torch.int64)
-                given.blocks = kept.data_ptr()
-            shared = Shared(kv_source=spec.kv_source, topk_NK=topk, candidates_NB=kept)
-        if publish and spec.owns_rows:
-            groups = places.groups(spec.index, rows.rotary_at(places.positions(spec.index), freq_P))
-            given.groups = ctypes.addressof(groups)
-        if spec.ratio and shared.kv_source is not None and shared.topk_NK is not None:
-            given.source = places.source(shared.kv_source)
-            given.topk, given.selected = shared.topk_NK.data_ptr(), shared.topk_NK.shape[1]
-        x_out, pre_out = torch.empty_like(x), torch.empty_like(pre)
-        failed = run_layer(self.address, given, x, pre, x_out, pre_out)
-        if failed:
-            raise lost_window(places.segments_S5, failed)
-        return x_out, pre_out, shared
 
     def _attention(self, block: Block) -> AttentionHalf:
         c, attn, spec = block.config, block.attn, block.spec
@@ -223,7 +192,7 @@ class WholeLayer(PackedWeights):
                 self.hold(module, "weight")
         packs = [packed_expert(triple) for triple in triples]
         tables = (ctypes.c_void_p * (3 * len(packs)))(*[part.pointer for triple in packs for part in triple])
-        kinds = (ctypes.c_int32 * len(packs))(*[triple[0].kind for triple in packs])
+        kinds = (ctypes.c_int32 * len(packs))(*[kind_of(triple) for triple in packs])
         self.keep(packs, tables, kinds)
         return ExpertsHalf(
             self._entrance(block, "ffn"),
@@ -245,6 +214,55 @@ class WholeLayer(PackedWeights):
         norm = block.attn_norm if half == "attn" else block.ffn_norm
         fn = self.matrix(block, f"hc_{half}_fn", wide=True)
         return Entrance(fn, self.values(block, f"hc_{half}_base"), self.values(block, f"hc_{half}_scale"), self.values(norm))
+
+
+class Stretch:
+    """Layers of one pass, one after the other, that run in one call: what Python does for them it does before, in one go.
+
+    Between two layers their weights have pushed Python's own memory out of the caches.
+    """
+
+    def __init__(self, rows: Rows, places: LayerPlaces) -> None:
+        self.rows, self.places = rows, places
+        self._layers: list[Layer] = []
+        self._passes: list[LayerPass] = []
+        self._kept: list[object] = []
+
+    def add(self, whole: WholeLayer, shared: Shared, *, publish: bool) -> Shared:
+        """Another layer; the note as it leaves it. Tensors that the note names are filled when the layers run."""
+        block, spec, c, rows, places = whole.block, whole.block.spec, whole.block.config, self.rows, self.places
+        freq_P, count = block.attn.freq_P, len(rows.token_ids_N)
+        given = begin_pass(rows, places, freq_P)
+        given.ring = places.ring(spec.index)
+        if spec.selects:
+            topk = torch.empty(count, c.index_topk, dtype=torch.int64)
+            pool, kept = shared.candidates_NB, shared.candidates_NB
+            if pool is not None and spec.candidate_source is not None:
+                given.pool, given.pool_blocks = pool.data_ptr(), pool.shape[1]
+            if spec.publishes_candidates:
+                kept = torch.empty(count, c.candidate_topk_blocks, dtype=torch.int64)
+                given.blocks = kept.data_ptr()
+            shared = Shared(kv_source=spec.kv_source, topk_NK=topk, candidates_NB=kept)
+        if publish and spec.owns_rows:
+            groups = places.groups(spec.index, rows.rotary_at(places.positions(spec.index), freq_P))
+            given.groups = ctypes.addressof(groups)
+            self._kept.append(groups)
+        if spec.ratio and shared.kv_source is not None and shared.topk_NK is not None:
+            given.source = places.source(shared.kv_source)
+            given.topk, given.selected = shared.topk_NK.data_ptr(), shared.topk_NK.shape[1]
+        self._layers.append(whole.layer)
+        self._passes.append(given)
+        self._kept += [whole, shared]
+        return shared
+
+    def run(self, x_NSD: Tensor, pre_NS: Tensor) -> tuple[Tensor, Tensor]:
+        """Streams [N,S,D] and collapse weights after all of them; if the last has no experts in memory, before its experts."""
+        x, pre = f32(x_NSD), f32(pre_NS)
+        x_out, pre_out = torch.empty_like(x), torch.empty_like(pre)
+        failed = run_layers(self._layers, self._passes, x, pre, x_out, pre_out)
+        if failed:
+            raise lost_window(self.places.segments_S5, failed)
+        return x_out, pre_out
 
 
 class WindowEntries(PackedWeights):

@@ -74,7 +74,7 @@ def _add_experts(
     check_groups(form, hidden)
     tables = (ctypes.c_void_p * (3 * count))(*[part.pointer for _, triple in chosen for part in triple])
     numbers = (ctypes.c_int64 * count)(*[index for index, _ in chosen])
-    kinds = (ctypes.c_int32 * count)(*[triple[0].kind for _, triple in chosen])
+    kinds = (ctypes.c_int32 * count)(*[kind_of(triple) for _, triple in chosen])
     native.kvist_experts(
         x.data_ptr(),
         ids.data_ptr(),
@@ -93,6 +93,11 @@ def _add_experts(
         begun,
         threads(),
     )
+
+
+def kind_of(expert: PackedTriple) -> int:
+    """The one kind by which all three may be read: of FP4 weights the one that promises less."""
+    return min(part.kind for part in expert)
 
 
 def packed_expert(weights: Triple) -> PackedTriple:

@@ -28,6 +28,7 @@ _threads = int(os.environ.get("KVIST_THREADS", "0")) or (
 _CODES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
     "kvist_quantise": "ppnnii",
+    "kvist_ask_large_pages": "pn",
     "kvist_pack": "pnnip",
     "kvist_pack_fp4": "ppnnp",
     "kvist_read_rows": "innpnpp",
@@ -45,7 +46,7 @@ _SIGNATURES = {
     "kvist_pages_attend": "pppnpppnppnii",
     "kvist_pages_select": "ppnppppp" + "nnnnni",
     "kvist_rings_write": "ppnp",
-    "kvist_layer": "pppppp",
+    "kvist_layers": "ppnpppp",
     "kvist_windows": "pppn",
     "kvist_ngram_rows": "ppnnpnnn" + "pppnnnp",
     "kvist_table_rows": "ppnnpnp",
@@ -56,6 +57,7 @@ _SIGNATURES = {
 }
 _RESULTS = {
     "kvist_pack": ctypes.c_int,
+    "kvist_pack_fp4": ctypes.c_int,
     "kvist_read_rows": ctypes.c_int64,
     "kvist_ngram_rows": ctypes.c_int64,
     "kvist_table_rows": ctypes.c_int64,
@@ -71,7 +73,7 @@ _CLAIMING = (
     "kvist_select",
     "kvist_pages_attend",
     "kvist_pages_select",
-    "kvist_layer",
+    "kvist_layers",
     "kvist_windows",
 )
 """Functions that need scratch memory: they return an int64, below zero minus the bytes that could not be had."""

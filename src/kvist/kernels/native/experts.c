@@ -86,7 +86,7 @@ typedef struct {
     int64_t *missing;
 } experts_job;
 
-enum { EXPERT_ROWS = 32, MUCH_WORK = 1 << 19 };
+enum { EXPERT_ROWS = 32, MUCH_WORK = 1 << 19, MUCH_HIDDEN = 1 << 13 };
 
 static void swiglu_row(float *gate, const float *up, int64_t n, float limit, float weight)
 {
@@ -170,8 +170,9 @@ static void rows_range(void *context, int64_t first, int64_t stop)
     free(buffer);
 }
 
-/* Few rows: every expert is read once, its panels shared out. `rows` of an expert stand at `first` of these arrays. */
-typedef struct { int64_t expert, first, rows; int exact; } chosen_expert;
+/* Few rows: every expert is read once, its panels shared out. `rows` of an expert stand at `first` of these arrays; its inputs at
+ * `input`, because a lone row is prepared once for all. */
+typedef struct { int64_t expert, first, rows, input; int exact; } chosen_expert;
 
 typedef struct {
     const experts_job *job;
@@ -191,10 +192,9 @@ static weight_t part_of(const experts_job *job, int64_t e, int part)
 /* Rows as the products take them; whether FP4 panels may hold sums in units of a scale is found once. */
 static int prepare_rows(const few_job *few, const chosen_expert *c, const float *x, int64_t inputs)
 {
-    const experts_job *job = few->job;
-    if (!job->quantise) return 0;
+    if (!few->job->quantise) return 0;
     make_pairs(x, inputs, c->rows, inputs, few->pairs + c->first * few->depth);
-    return job->kinds[c->expert] == WEIGHT_FP4 && plain_rows(x, inputs, c->rows, inputs) ? EXACT_PLAIN : EXACT;
+    return plain_rows(x, inputs, c->rows, inputs) ? EXACT_PLAIN : EXACT;
 }
 
 static void inner_range(void *context, int64_t first, int64_t stop)
@@ -206,8 +206,8 @@ static void inner_range(void *context, int64_t first, int64_t stop)
         p = piece_of(first, stop, f);
         const chosen_expert *c = few->list + p.matrix / 2;
         float *out = (p.matrix % 2 ? few->up : few->gate) + c->first * f;
-        product_prepared(few->x + c->first * d, d, c->rows, part_of(job, c->expert, p.matrix % 2 ? 2 : 0), out, f, c->exact,
-                         few->pairs + c->first * few->depth, p.from, p.to, job->missing);
+        product_prepared(few->x + c->input * d, d, c->rows, part_of(job, c->expert, p.matrix % 2 ? 2 : 0), out, f, c->exact,
+                         few->pairs + c->input * few->depth, p.from, p.to, job->missing);
     }
 }
 
@@ -246,16 +246,17 @@ static void list_chosen(few_job *few)
     int64_t d = job->width, at = 0;
     for (int64_t e = 0; e < job->experts; e++) {
         chosen_expert *c = few->list + few->count;
-        *c = (chosen_expert){e, at, 0, 0};
+        *c = (chosen_expert){e, at, 0, at, 0};
         for (int64_t r = 0; r < job->rows; r++) {
             int64_t place = place_of(job, e, r);
             if (place < 0) continue;
             few->index[at] = r, few->share[at] = share_of(job, r, place);
-            memcpy(few->x + at++ * d, job->x + r * d, (size_t)d * 4);
-            c->rows++;
+            if (job->rows > 1 || !few->count) memcpy(few->x + at * d, job->x + r * d, (size_t)d * 4);
+            at++, c->rows++;
         }
         if (!c->rows) continue;
-        c->exact = prepare_rows(few, c, few->x + c->first * d, d);
+        if (job->rows > 1 || !few->count) c->exact = prepare_rows(few, c, few->x + c->first * d, d);
+        else c->input = few->list->input, c->exact = few->list->exact;
         few->count++;
     }
 }
@@ -270,9 +271,9 @@ static void few_rows(const experts_job *job, int threads)
         few.y = x + most * d, few.gate = few.y + most * d, few.up = few.gate + most * f, few.share = few.up + most * f;
         few.pairs = (uint32_t *)(few.share + most);
         list_chosen(&few);
-        parallel_ranges(inner_range, &few, few.count * 2 * share_count(f), threads);
-        parallel_ranges(hidden_range, &few, few.count, 1);
-        parallel_ranges(outer_range, &few, few.count * share_count(d), threads);
+        parallel_pieces(inner_range, &few, few.count * 2 * share_count(f), threads, PIECES);
+        parallel_ranges(hidden_range, &few, few.count, few.count * f < MUCH_HIDDEN ? 1 : threads);
+        parallel_pieces(outer_range, &few, few.count * share_count(d), threads, PIECES);
         for (int64_t n = 0; n < few.count; n++)
             for (int64_t r = list[n].first; r < list[n].first + list[n].rows; r++) add_row(job->out + few.index[r] * d, few.y + r * d, d);
     }

@@ -90,34 +90,30 @@ INLINE void row_panels(const int P, const int dot, const float *x, const uint32_
 }
 
 #ifdef __AVX512BF16__
-/* 2^(from - to) in each lane. */
-INLINE v16 power(i16v from, i16v to) { return (v16)((from - to + 127) << 23); }
-
-enum { LEAST_SCALE = 127 - 30, SCALES = 61 };
-
 /* R rows times P panels with codes looked up as bfloat16 pairs. Sums are held in units of the present group's scale, so no weight
  * is multiplied by it; at a group's border they change their unit. A power of two changes no rounding while all numbers stay
- * normal: `plain_rows` looks after the rows, and 0 comes back if a scale is not within 2^-30..2^30 (`out` is then void). */
-INLINE int unit_panels(const int R, const int P, const uint32_t *pairs, int64_t ldp, const fp4_panels *w, v16 *out)
+ * normal: `plain_rows` looks after the rows, WEIGHT_NEAR_FP4 after the scales. */
+INLINE void unit_panels(const int R, const int P, const uint32_t *pairs, int64_t ldp, const fp4_panels *w, v16 *out)
 {
     static const uint16_t E2M1_BF16[32] = {
         0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
         0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
     const __m512i table = _mm512_loadu_si512(E2M1_BF16);
     v16 acc[4][8];
-    i16v unit[8], far = {0};
+    i16v unit[8]; /* as a float's exponent bits */
+    const i16v one = (i16v){0} + (127 << 23);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-        unit[p] = (i16v){0} + 127;
+        unit[p] = one;
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) acc[r][p] = (v16){0};
     }
     for (int64_t first = 0; first < w->depth; first += 16) {
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            i16v next = (i16v)((load_words(w->scales + p * w->scale_bytes + first / 64 * 64) >> (uint32_t)(first / 16 % 4 * 8)) & 255u);
-            v16 factor = power(unit[p], next);
-            far |= (i16v)((u16v)(next - LEAST_SCALE) >= SCALES);
+            u16v bytes = load_words(w->scales + p * w->scale_bytes + first / 64 * 64) >> (uint32_t)(first / 16 % 4 * 8);
+            i16v next = (i16v)(bytes << 23 & 0x7f800000u);
+            v16 factor = (v16)(unit[p] - next + one);
             unit[p] = next;
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) acc[r][p] *= factor;
@@ -125,7 +121,10 @@ INLINE int unit_panels(const int R, const int P, const uint32_t *pairs, int64_t 
         for (int64_t k = first; k < first + 16 && k < w->depth; k += 4) {
             __m512i word[8];
 #pragma GCC unroll 8
-            for (int p = 0; p < P; p++) word[p] = (__m512i)load_words(w->codes + p * w->code_bytes + k * 16);
+            for (int p = 0; p < P; p++) {
+                word[p] = (__m512i)load_words(w->codes + p * w->code_bytes + k * 16);
+                ask_for(w->codes + p * w->code_bytes + k * 16);
+            }
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
@@ -139,13 +138,10 @@ INLINE int unit_panels(const int R, const int P, const uint32_t *pairs, int64_t 
                 }
         }
     }
-    int32_t any = 0;
-    for (int lane = 0; lane < 16; lane++) any |= far[lane];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) out[r * P + p] = acc[r][p] * power(unit[p], (i16v){0} + 127);
-    return !any;
+        for (int p = 0; p < P; p++) out[r * P + p] = acc[r][p] * (v16)unit[p];
 }
 #endif
 
@@ -164,13 +160,16 @@ int fp4_rows(const uint32_t *pairs, int64_t ldp, int rows, const fp4_panels *w, 
 {
 #ifdef __AVX512BF16__
     if (w->depth % 4) return 0;
-    if (panels == 8 && rows == 1) return unit_panels(1, 8, pairs, ldp, w, out);
-    if (panels == 4 && rows == 1) return unit_panels(1, 4, pairs, ldp, w, out);
-    if (panels == 4 && rows == 2) return unit_panels(2, 4, pairs, ldp, w, out);
-    if (panels == 4 && rows == 4) return unit_panels(4, 4, pairs, ldp, w, out);
-#endif
+    if (panels == 8 && rows == 1) unit_panels(1, 8, pairs, ldp, w, out);
+    else if (panels == 4 && rows == 1) unit_panels(1, 4, pairs, ldp, w, out);
+    else if (panels == 4 && rows == 2) unit_panels(2, 4, pairs, ldp, w, out);
+    else if (panels == 4 && rows == 4) unit_panels(4, 4, pairs, ldp, w, out);
+    else return 0;
+    return 1;
+#else
     (void)pairs, (void)ldp, (void)rows, (void)w, (void)panels, (void)out;
     return 0;
+#endif
 }
 
 void fp4_row(const float *x, const uint32_t *pairs, const fp4_panels *w, int panels, v16 *out)
@@ -220,9 +219,13 @@ static void part_nibbles(uint8_t *words, int64_t bytes)
     }
 }
 
-void kvist_pack_fp4(const uint8_t *codes, const uint8_t *scales, int64_t outputs, int64_t depth, uint8_t *packed)
+/* Returns the kind that the weight may be called by: WEIGHT_NEAR_FP4 if all scales lie within 2^-30..2^30. */
+int kvist_pack_fp4(const uint8_t *codes, const uint8_t *scales, int64_t outputs, int64_t depth, uint8_t *packed)
 {
+    int far = 0;
+    for (int64_t i = 0; i < outputs * ((depth + 15) / 16); i++) far |= (uint8_t)(scales[i] - (127 - 30)) > 60;
     panels_of(codes, outputs, depth, 0, packed);
     part_nibbles(packed, (outputs + 15) / 16 * fp4_panel_bytes(depth, 0));
     panels_of(scales, outputs, (depth + 15) / 16, 127, packed + (outputs + 15) / 16 * fp4_panel_bytes(depth, 0));
+    return far ? WEIGHT_FP4 : WEIGHT_NEAR_FP4;
 }

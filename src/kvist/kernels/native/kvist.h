@@ -24,6 +24,11 @@ void *claim(int64_t bytes, int64_t *missing);
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Weights that one row meets come from memory once: asked for this early, into the second cache (measured: a quarter faster than
+ * what the processor asks for by itself, twice as fast as into the first). */
+enum { BYTES_AHEAD = 2048 };
+INLINE void ask_for(const void *p) { __builtin_prefetch((const char *)p + BYTES_AHEAD, 0, 2); }
+
 INLINE v16 load16(const float *p) { v16 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store16(float *p, v16 v) { memcpy(p, &v, sizeof v); }
 INLINE v8 load8(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
@@ -163,8 +168,8 @@ void attend_keys(const float *q, const float *const *keys, int64_t n, int64_t he
 
 /* A weight [outputs, inputs] in panels of 16 outputs: lanes are outputs, so products need no sum across lanes.
  * kind 0: bfloat16 pairs, uint32 [panels][ceil(inputs / 2)][16]; kind 1: float32 [panels][inputs][16]; kind 2: FP4 codes and
- * scales (fp4.c), expanded a few panels at a time to what kind 0 holds. */
-enum { WEIGHT_BF16 = 0, WEIGHT_F32 = 1, WEIGHT_FP4 = 2 };
+ * scales (fp4.c), expanded a few panels at a time to what kind 0 holds; kind 3: the same with no scale far from 1. */
+enum { WEIGHT_BF16 = 0, WEIGHT_F32 = 1, WEIGHT_FP4 = 2, WEIGHT_NEAR_FP4 = 3 };
 typedef struct {
     const void *data;
     int64_t outputs, inputs;
@@ -186,7 +191,7 @@ void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint3
 
 /* Matrices one after the other are shared out in shares of some panels, as many as one row's product takes at once. A range of
  * shares is worked through in pieces, each of one matrix: panels [from, to), then go on at share `next`. */
-enum { SHARE_PANELS = 8 };
+enum { SHARE_PANELS = 8, PIECES = 12 };
 typedef struct { int64_t matrix, from, to, next; } piece;
 
 INLINE int64_t share_count(int64_t outputs) { return (outputs + 16 * SHARE_PANELS - 1) / (16 * SHARE_PANELS); }
@@ -216,5 +221,7 @@ void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint
 /* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */
 typedef void (*range_task)(void *context, int64_t first, int64_t stop);
 void parallel_ranges(range_task task, void *context, int64_t count, int threads);
+/* The same with `pieces` ranges a thread instead of four: many small ones end more nearly together. */
+void parallel_pieces(range_task task, void *context, int64_t count, int threads, int pieces);
 
 #endif

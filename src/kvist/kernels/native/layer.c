@@ -198,9 +198,8 @@ static int64_t experts_of(const layer *l, const pass *p, float *out, const halfw
     return failed;
 }
 
-/* x [rows][streams][width] and pre [rows][streams] -> the same after the layer (`x_out` may not be `x`). Returns 0, -missing, or
- * 1 + the segment whose ring has lost entries that it needs; the outputs then hold anything. */
-int64_t kvist_layer(const layer *l, const pass *p, const float *x, const float *pre, float *x_out, float *pre_out)
+/* As `kvist_layers`, for one. */
+static int64_t run_layer(const layer *l, const pass *p, const float *x, const float *pre, float *x_out, float *pre_out)
 {
     const attention_half *a = &l->attention;
     const experts_half *e = &l->experts;
@@ -234,6 +233,26 @@ int64_t kvist_layer(const layer *l, const pass *p, const float *x, const float *
         break;
     }
     free(room.base);
+    return failed;
+}
+
+/* `count` layers one after the other, each with its own part of `passes` (the same rows): x [rows][streams][width] and pre
+ * [rows][streams] -> the same after the last (`x_out` may not be `x`). Only the last may end with its attention half. Returns 0,
+ * -missing, or 1 + the segment whose ring has lost entries that it needs; the outputs then hold anything. */
+int64_t kvist_layers(const layer *const *layers, const pass *passes, int64_t count, const float *x, const float *pre, float *x_out,
+                     float *pre_out)
+{
+    int64_t rows = passes->rows, s = layers[0]->streams, d = layers[0]->width, missing = 0, failed = 0;
+    if (count == 1) return run_layer(layers[0], passes, x, pre, x_out, pre_out);
+    float *between = claim(rows * s * (d + 1) * 4, &missing);
+    if (!between) return -missing;
+    float *streams[2] = {between, x_out}, *weights[2] = {between + rows * s * d, pre_out};
+    for (int64_t n = 0; n < count && !failed; n++) { /* the last one writes to the caller's */
+        int64_t to = (count - n) % 2;
+        failed = run_layer(layers[n], passes + n, x, pre, streams[to], weights[to]);
+        x = streams[to], pre = weights[to];
+    }
+    free(between);
     return failed;
 }
 

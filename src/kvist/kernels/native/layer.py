@@ -7,6 +7,7 @@ configuration, requests or scheduling. Mirrors layer.c field by field.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -122,12 +123,17 @@ def keep_windows(blocks: WindowBlocks, given: LayerPass, context_ND: Tensor) -> 
     native.kvist_windows(ctypes.addressof(blocks), ctypes.addressof(given), context_ND.data_ptr(), context_ND.shape[1])
 
 
-def run_layer(layer: int, given: LayerPass, x_NSD: Tensor, pre_NS: Tensor, x_out_NSD: Tensor, pre_out_NS: Tensor) -> int:
-    """Run the `Layer` at that address on contiguous float32 streams and collapse weights.
+def run_layers(
+    layers: Sequence[Layer], passes: Sequence[LayerPass], x_NSD: Tensor, pre_NS: Tensor, x_out_NSD: Tensor, pre_out_NS: Tensor
+) -> int:
+    """Run layers one after the other on contiguous float32 streams and collapse weights; only the last may lack experts.
 
     Returns 0, or 1 + the segment whose ring has lost entries that it needs; the outputs then hold anything.
     """
     native = native_or_none()
     assert native is not None, "callers run the operators one by one where there is no library"
+    count = len(layers)
+    where = (ctypes.c_void_p * count)(*map(ctypes.addressof, layers))
+    given = (LayerPass * count)(*passes)
     pointers = (x_NSD.data_ptr(), pre_NS.data_ptr(), x_out_NSD.data_ptr(), pre_out_NS.data_ptr())
-    return int(native.kvist_layer(layer, ctypes.addressof(given), *pointers))
+    return int(native.kvist_layers(ctypes.addressof(where), ctypes.addressof(given), count, *pointers))

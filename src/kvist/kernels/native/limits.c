@@ -18,25 +18,27 @@ static void read_range(void *context, int64_t first, int64_t stop)
 {
     read_job *job = context;
     u16v sum[8] = {{0}};
-    int64_t end = stop * BLOCK < job->bytes ? stop * BLOCK : job->bytes;
-    for (int64_t at = first * BLOCK; at + 512 <= end; at += 512)
+    for (int64_t block = first; block < stop; block++)
+        for (int64_t at = 0; at < BLOCK / 8; at += 64)
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            u16v word;
-            memcpy(&word, job->data + at + 64 * i, 64);
-            sum[i] ^= word;
-        }
+            for (int i = 0; i < 8; i++) { /* streams side by side are the fastest way, as products read */
+                const uint8_t *place = job->data + block * BLOCK + i * (BLOCK / 8) + at;
+                u16v word;
+                memcpy(&word, place, 64);
+                ask_for(place);
+                sum[i] ^= word;
+            }
     uint32_t all = 0;
     for (int i = 0; i < 8; i++)
         for (int lane = 0; lane < 16; lane++) all ^= sum[i][lane];
     atomic_fetch_xor(&job->sum, (long long)all);
 }
 
-/* The exclusive or of the 32-bit words of whole lines of 512 bytes. */
+/* The exclusive or of the 32-bit words of whole blocks of 256 KB. */
 int64_t kvist_read_memory(const void *data, int64_t bytes, int threads)
 {
     read_job job = {data, bytes, 0};
-    parallel_ranges(read_range, &job, (bytes + BLOCK - 1) / BLOCK, threads);
+    parallel_ranges(read_range, &job, bytes / BLOCK, threads);
     return atomic_load(&job.sum);
 }
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvist.kernels.native.calls import f32, native_or_none
 
-BF16, F32, FP4 = 0, 1, 2
+BF16, F32 = 0, 1
 LANES = 16
 FP4_GROUP_BYTES = 16
+LARGE_PAGE = 1 << 21
 
 
 class Packed(NamedTuple):
@@ -65,7 +66,7 @@ def pack(w: Tensor, groups: int = 1, *, wide: bool = False) -> Packed:
     source = f32(w)
     for kind in (F32,) if wide else (BF16, F32):
         depth = inputs if kind == F32 else -(-inputs // 2)
-        data = torch.empty(groups, panels, depth, LANES, dtype=torch.int32)
+        data = _room(4 * groups * panels * depth * LANES).view(torch.int32).view(groups, panels, depth, LANES)
         step = panels * depth * LANES * 4
         if all(
             native.kvist_pack(source[g * each].data_ptr() if each else 0, each, inputs, kind, data.data_ptr() + g * step)
@@ -73,6 +74,19 @@ def pack(w: Tensor, groups: int = 1, *, wide: bool = False) -> Packed:
         ):
             return Packed(data, data.data_ptr(), kind, outputs)
     raise AssertionError("every float32 weight can be packed as float32")
+
+
+def _room(nbytes: int) -> Tensor:
+    """uint8 [nbytes] in large pages where the system gives them (a tenth faster to read, measured on a virtual machine)."""
+    if nbytes < 2 * LARGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    native = native_or_none()
+    assert native is not None
+    # What lies before the first large page is never touched, so it costs addresses only.
+    whole = torch.empty(nbytes + LARGE_PAGE, dtype=torch.uint8)
+    room = whole[-whole.data_ptr() % LARGE_PAGE :][:nbytes]
+    native.kvist_ask_large_pages(room.data_ptr(), nbytes)
+    return room
 
 
 def packed_fp4_bytes(outputs: int, inputs: int) -> int:
@@ -93,7 +107,7 @@ def pack_fp4(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Packed
     if tuple(scales.shape) != (outputs, -(-depth // FP4_GROUP_BYTES)):
         raise ValueError(f"FP4 codes {list(codes.shape)} need a scale for every 16 bytes of a row, got {list(scales.shape)}")
     source, factors = codes.contiguous(), scales.contiguous()
-    data = torch.empty(packed_fp4_bytes(outputs, 2 * depth), dtype=torch.uint8) if out is None else out
+    data = _room(packed_fp4_bytes(outputs, 2 * depth)) if out is None else out
     assert data.is_contiguous() and data.nbytes == packed_fp4_bytes(outputs, 2 * depth), "room for whole panels"
-    native.kvist_pack_fp4(source.data_ptr(), factors.data_ptr(), outputs, depth, data.data_ptr())
-    return Packed(data, data.data_ptr(), FP4, outputs)
+    kind = native.kvist_pack_fp4(source.data_ptr(), factors.data_ptr(), outputs, depth, data.data_ptr())
+    return Packed(data, data.data_ptr(), kind, outputs)

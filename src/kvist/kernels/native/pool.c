@@ -9,9 +9,10 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
-enum { MOST_WORKERS = 63 };
+enum { MOST_WORKERS = 63, LARGE_PAGE = 1 << 21 };
 
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -106,7 +107,19 @@ void *claim(int64_t bytes, int64_t *missing)
     return memory;
 }
 
-void parallel_ranges(range_task run, void *with, int64_t total, int threads)
+void kvist_ask_large_pages(void *data, int64_t bytes)
+{
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t first = ((uintptr_t)data + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE, stop = ((uintptr_t)data + (uintptr_t)bytes) / LARGE_PAGE * LARGE_PAGE;
+    if (first < stop) madvise((void *)first, stop - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+void parallel_ranges(range_task run, void *with, int64_t total, int threads) { parallel_pieces(run, with, total, threads, 4); }
+
+void parallel_pieces(range_task run, void *with, int64_t total, int threads, int pieces)
 {
     if (total <= 0) return;
     if (threads <= 1 || total == 1 || pthread_mutex_trylock(&owner)) {
@@ -118,7 +131,7 @@ void parallel_ranges(range_task run, void *with, int64_t total, int threads)
     task = run, context = with, count = total;
     int helpers = workers < threads - 1 ? workers : threads - 1;
     /* Several ranges a thread: a thread that loses its core to another program then delays one range only. */
-    step = (total + 4 * (helpers + 1) - 1) / (4 * (helpers + 1));
+    step = (total + pieces * (helpers + 1) - 1) / (pieces * (helpers + 1));
     atomic_store(&next_start, 0);
     invited = helpers;
     round_number++;

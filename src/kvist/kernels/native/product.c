@@ -31,6 +31,7 @@ INLINE void tile(const int mode, const int R, const int P, const float *x, int64
         for (int p = 0; p < P; p++) {
             u16v word;
             memcpy(&word, data + (p * depth + k) * 16, 64);
+            if (R == 1) ask_for(data + (p * depth + k) * 16);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 if (mode == USE_F32) acc[r][p] = fma16(fill16(x[r * ldx + k]), (v16)word, acc[r][p]);
@@ -141,7 +142,7 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
     int64_t fitting = EXPANDED_BYTES / (depth * 64), step = fitting >= 8 ? 8 : fitting >= 4 ? 4 : 2;
     const uint8_t *codes = w.data, *scales = codes + panels * code_bytes;
     if (rows <= FP4_ROWS && w.inputs % 2 == 0) {
-        int dot = takes_pairs(w, exact), plain = dot && (exact == EXACT_PLAIN || plain_rows(x, ldx, rows, w.inputs));
+        int dot = takes_pairs(w, exact), plain = dot && w.kind == WEIGHT_NEAR_FP4 && (exact == EXACT_PLAIN || plain_rows(x, ldx, rows, w.inputs));
         for (int64_t panel = first, count; panel < stop; panel += count) {
             int64_t more = stop - panel; /* eight sums hide an operation's latency: of one row those of eight panels */
             count = rows == 1 && more >= 8 ? 8 : more < 4 ? more : 4;
@@ -164,19 +165,18 @@ static void fp4_tiles(const float *x, int64_t ldx, const uint32_t *pairs, int64_
 
 void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs)
 {
-    int64_t depth = (inputs + 1) / 2;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = 0; k < depth; k++) {
-            uint32_t high = 2 * k + 1 < inputs ? bits_of(x[r * ldx + 2 * k + 1]) & 0xffff0000u : 0;
-            pairs[r * depth + k] = (bits_of(x[r * ldx + 2 * k]) >> 16) | high;
-        }
+    int64_t depth = (inputs + 1) / 2, whole = inputs / 2;
+    for (int64_t r = 0; r < rows; r++, x += ldx, pairs += depth) {
+        for (int64_t k = 0; k < whole; k++) pairs[k] = (bits_of(x[2 * k]) >> 16) | (bits_of(x[2 * k + 1]) & 0xffff0000u);
+        if (whole < depth) pairs[whole] = bits_of(x[2 * whole]) >> 16;
+    }
 }
 
 void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
                       const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing)
 {
     if (w.kind == WEIGHT_F32) all_tiles(USE_F32, x, ldx, NULL, 0, rows, w, y, ldy, first, stop);
-    else if (w.kind == WEIGHT_FP4) fp4_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop, missing);
+    else if (w.kind != WEIGHT_BF16) fp4_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop, missing);
     else pair_tiles(x, ldx, pairs, rows, w, y, ldy, exact, first, stop);
 }
 
@@ -283,7 +283,7 @@ int64_t kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t input
     job.pairs = pairs;
     /* A few rows are bound by reading the weight: waking a thread pays from some 4 MB on; many rows by their products. */
     int alone = rows < 8 ? work < MUCH_READ : work < MUCH_WORK;
-    parallel_ranges(linear_panels, &job, groups * share_count(each), alone ? 1 : threads);
+    parallel_pieces(linear_panels, &job, groups * share_count(each), alone ? 1 : threads, PIECES);
     free(buffer);
     return -missing;
 }

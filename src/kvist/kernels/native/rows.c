@@ -63,9 +63,9 @@ enum { MOST_STREAMS = 8 };
 
 typedef struct {
     const float *x, *pre, *base, *scale, *norm;
-    float *h, *new_pre, *post, *comb;
+    float *h, *new_pre, *post, *comb, *made; /* `made`: the projections of a few rows, made before */
     weight_t fn;
-    int64_t streams, width;
+    int64_t rows, streams, width;
     int iterations;
     float hc_eps, norm_eps;
     int64_t *missing;
@@ -121,7 +121,7 @@ static void coefficients(const enter_job *job, const float *mixes, int64_t r)
     else sinkhorn(comb, s, job->iterations, job->hc_eps);
 }
 
-enum { ENTER_ROWS = 16, MOST_LOGITS = 2 * MOST_STREAMS + MOST_STREAMS * MOST_STREAMS };
+enum { ENTER_ROWS = 16, MUCH_PROJECTED = 1 << 17, MOST_LOGITS = 2 * MOST_STREAMS + MOST_STREAMS * MOST_STREAMS };
 
 static void enter_range(void *context, int64_t first, int64_t stop)
 {
@@ -130,7 +130,8 @@ static void enter_range(void *context, int64_t first, int64_t stop)
     float mixes[ENTER_ROWS * MOST_LOGITS];
     for (int64_t at = first; at < stop; at += ENTER_ROWS) {
         int64_t rows = stop - at < ENTER_ROWS ? stop - at : ENTER_ROWS;
-        product_rows(job->x + at * s * d, s * d, rows, job->fn, mixes, logits, 0, NULL, job->missing);
+        if (job->made) memcpy(mixes, job->made, (size_t)(rows * logits) * 4);
+        else product_rows(job->x + at * s * d, s * d, rows, job->fn, mixes, logits, 0, NULL, job->missing);
         for (int64_t r = at; r < at + rows; r++) {
             const float *x = job->x + r * s * d, *pre = job->pre + r * s;
             float *h = job->h + r * d, *mix = mixes + (r - at) * logits;
@@ -145,13 +146,27 @@ static void enter_range(void *context, int64_t first, int64_t stop)
     }
 }
 
+/* Few rows and a large weight: its panels are shared out. */
+static void project_range(void *context, int64_t first, int64_t stop)
+{
+    const enter_job *job = context;
+    int64_t inputs = job->fn.inputs, rows = job->rows;
+    product_prepared(job->x, inputs, rows, job->fn, job->made, job->fn.outputs, 0, NULL, first, stop, job->missing);
+}
+
 int64_t kvist_enter(const float *x, const float *pre, const void *fn, int fn_kind, const float *base, const float *scale,
                  const float *norm, float *h, float *new_pre, float *post, float *comb, int64_t rows, int64_t streams,
                  int64_t width, int iterations, float hc_eps, float norm_eps, int threads)
 {
     weight_t w = {fn, 2 * streams + streams * streams, streams * width, fn_kind};
     int64_t missing = 0;
-    enter_job job = {x, pre, base, scale, norm, h, new_pre, post, comb, w, streams, width, iterations, hc_eps, norm_eps, &missing};
+    float made[ENTER_ROWS * MOST_LOGITS];
+    enter_job job = {x, pre, base, scale, norm, h, new_pre, post, comb, NULL, w, rows, streams, width, iterations, hc_eps, norm_eps,
+                     &missing};
+    if (rows <= ENTER_ROWS && w.outputs * w.inputs >= MUCH_PROJECTED) {
+        job.made = made;
+        parallel_ranges(project_range, &job, (w.outputs + 15) / 16, threads);
+    }
     parallel_ranges(enter_range, &job, rows, rows < 32 ? 1 : threads);
     return -missing;
 }
