@@ -103,7 +103,8 @@ def test_the_shared_expert_beside_the_routed_ones() -> None:
     from kvist.engine.card.check import Beside, small_config
 
     plain, overlapped = (
-        Beside(small_config(), (13,), 3, page_tokens=8, device=DEVICE, overlap=overlap).run() for overlap in (False, True)
+        Beside(small_config(), (13, 6), 2, rows=3, page_tokens=8, device=DEVICE, overlap=overlap).run()
+        for overlap in (False, True)
     )
     assert plain == overlapped
 

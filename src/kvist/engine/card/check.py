@@ -249,8 +249,12 @@ class Beside:
         at = [context + number * self.rows for context in self.contexts]
         first_R = torch.tensor([int(self.ids[slot][a]) for slot, a in enumerate(at)], device=self.device)
         position_R, slot_R = (torch.tensor(part, device=self.device) for part in ([a - 1 for a in at], range(len(at))))
-        want = self.model.mtp(first_R, position_R, list(range(len(at))), self.memory, self.model.embed, self.model.head)
         got = CardDrafts(self.card).propose(first_R, position_R, slot_R)
+        # The reference goes on behind the card's tokens, which may part from its own at a near-tie.
+        want = self.model.mtp(
+            first_R, position_R, list(range(len(at))), self.memory, self.model.embed, self.model.head,
+            lambda _, place: got.tokens_RB[:, place],
+        )  # fmt: skip
         errors_RB = (got.base_RBV - want.base_RBV).norm(dim=2) / want.base_RBV.norm(dim=2)
         return Drafted(
             errors=tuple(errors_RB.flatten().tolist()), tokens=tuple(got.tokens_RB.flatten().tolist()),

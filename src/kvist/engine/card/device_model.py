@@ -135,12 +135,12 @@ class DeviceModel:
     """Decode steps of a packed model over a card's state.
 
     `graphs`: capture steps (on a card; refused elsewhere). `overlap`: the shared expert runs on a stream of its own, beside the
-    routed ones. `one_row`: a step of one row takes the launches made for it, where they fit. Raises GpuUnavailable where the
-    operators cannot run.
+    routed ones, where rows are enough for that to pay. `one_row`: a step of one row takes the launches made for it, where they
+    fit. Raises GpuUnavailable where the operators cannot run.
     """
 
     def __init__(
-        self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = False, one_row: bool = True
+        self, weights: CardWeights, state: CardState, *, graphs: bool | None = None, overlap: bool = True, one_row: bool = True
     ) -> None:
         require_gpu()
         self.weights, self.state, self.config = weights, state, weights.config

@@ -18,7 +18,7 @@ from kvist.kernels.device.gpu import begin, early, let_next, operand, rounded
 PLAIN = interpreted()
 MOST_ROWS = 16
 """More rows are a library's."""
-BLOCK, STEP, PROGRAMS = 32, 256, 264
+BLOCK, STEP, PROGRAMS = 32, 256, 660
 """Outputs a program owns, inputs it multiplies at a time, programs to aim for."""
 
 
