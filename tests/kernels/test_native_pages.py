@@ -137,6 +137,29 @@ def test_selection_is_that_of_unpacked_keys(
             assert torch.equal(got.candidates_NB[at], want.candidates_NB), f"slot {slot}"
 
 
+@pytest.mark.parametrize("published", [0, 5])
+@pytest.mark.parametrize("lengths", [[1], [3]])
+def test_keys_shared_out_between_threads_choose_the_same(
+    published: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer tiles of queries than threads: scores come from several threads, more than one span of rows each."""
+    tokens, heads, width = 9003, 64, 128
+    pages = Pages(1, tokens, 1, 64, 32, width, 3)
+    pages.write()
+    count = sum(lengths)
+    q, weight = quantise(pages.normal(count, heads, width), "mxfp4"), pages.normal(count, heads)
+    table = segments(lengths, [tokens - 2 - count])
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr("kvist.kernels.native.calls._threads", threads)
+        found.append(select_pages(pages.source, table, q, weight, k=40, block_size=8, publish_blocks=published))
+    visible = torch.arange(tokens - 2 - count, tokens - 2) + 1
+    want = select(q, weight, pages.keys(0)[: tokens - 2], visible, k=40, block_size=8, publish_blocks=published, impl="cpu")
+    for got in found:
+        assert torch.equal(got.topk_NK, want.topk_NK)
+        assert published == 0 or torch.equal(got.candidates_NB, want.candidates_NB)  # type: ignore[arg-type]
+
+
 def test_the_newest_block_is_kept_and_ties_go_to_lower_rows() -> None:
     """IDX-05 with block maxima 5, 4, 3, 2, -9 (17 rows); IDX-07 with a query of zeros, alone and among others."""
     pages = Pages(2, 32, 1, 16, 32, 32, 5)

@@ -52,6 +52,7 @@ static void dots_range(void *context, int64_t first, int64_t stop)
     int64_t total = 0;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     __m512i sum[CHAINS], bytes = _mm512_set1_epi32((int)(first | 0x01010101));
+#pragma GCC unroll 8
     for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_epi32(i);
     for (int64_t n = first * OPERATIONS; n < stop * OPERATIONS; n += CHAINS)
 #pragma GCC unroll 8
@@ -59,6 +60,7 @@ static void dots_range(void *context, int64_t first, int64_t stop)
             sum[i] = _mm512_dpbusd_epi32(sum[i], bytes, bytes);
             __asm__ volatile("" : "+v"(sum[i])); /* one after the other, none folded into another */
         }
+#pragma GCC unroll 8
     for (int i = 0; i < CHAINS; i++) total += _mm512_reduce_add_epi32(sum[i]);
 #else
     (void)first, (void)stop;

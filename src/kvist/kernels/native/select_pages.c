@@ -9,11 +9,11 @@
 #include "select.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#include <immintrin.h>
+#include "key_block.h"
 #define INTEGER_DOTS 1
 #endif
 
-enum { QUERY_TILE = 8, TILE_SCORES = 1 << 20, MOST_WIDTH = 256, MOST_GROUPS = MOST_WIDTH / 32, MOST_WORDS = MOST_WIDTH / 8 };
+enum { QUERY_TILE = 8, TILE_SCORES = 1 << 20, MUCH_SCORED = 1 << 25 };
 
 typedef struct {
     const page_source *source;
@@ -32,6 +32,8 @@ typedef struct {
     int usable;
     int32_t *even, *odd;   /* [pairs][width / 8] */
     int32_t *shift, *bias; /* [pairs][width / 32]: exponent of a unit, 12 times the sum of the group's integers */
+    int32_t *scale;        /* 2^(shift - 2) as a step of a float's exponent bits */
+    int32_t least, most, spread; /* of all shifts; the widest spread within a pair */
 } grid;
 
 /* Per-thread workspace. */
@@ -73,6 +75,7 @@ static int grid_queries(const select_job *job, int64_t first, int64_t pairs, gri
 {
     int64_t width = job->shape.width, words = width / 8, groups = width / 32;
     int8_t twice[32];
+    out->least = 1000, out->most = -1000, out->spread = 0;
     for (int64_t p = 0; p < pairs; p++) {
         const float *q = job->q + (first * job->shape.heads + p) * width;
         int32_t largest = -1000;
@@ -90,67 +93,17 @@ static int grid_queries(const select_job *job, int64_t first, int64_t pairs, gri
                 memcpy(out->even + p * words + 4 * g + w, even, 4), memcpy(out->odd + p * words + 4 * g + w, odd, 4);
             }
         }
-        for (int64_t g = 0; g < groups; g++) /* a group of zeros adds nothing whatever its exponent */
-            if (out->shift[p * groups + g] == 1000) out->shift[p * groups + g] = largest == -1000 ? 0 : largest;
+        int32_t least = 1000, most = -1000;
+        for (int64_t g = 0; g < groups; g++) { /* a group of zeros adds nothing whatever its exponent */
+            int32_t *shift = out->shift + p * groups + g;
+            if (*shift == 1000) *shift = largest == -1000 ? 0 : largest;
+            least = *shift < least ? *shift : least, most = *shift > most ? *shift : most;
+            out->scale[p * groups + g] = (*shift - 2) * (1 << 23);
+        }
+        out->spread = most - least > out->spread ? most - least : out->spread;
+        out->least = least < out->least ? least : out->least, out->most = most > out->most ? most : out->most;
     }
     return 1;
-}
-
-/* Sixteen keys as words of unsigned bytes 12 + twice the value, and exponents a group. */
-typedef struct { __m512i even[MOST_WORDS], odd[MOST_WORDS], exponent[MOST_GROUPS]; } key_block;
-
-/* Word w of each of 16 keys for 8 words a key that lie `stride` bytes apart: a transpose of 16 x 8 words. */
-INLINE void transpose_words(const uint8_t *codes, int64_t stride, __m512i *words)
-{
-    const __m512i low = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
-    const __m512i high = _mm512_setr_epi32(4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31);
-    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    __m512i two[8], four[2][4], eight[4][2];
-    for (int i = 0; i < 8; i++) {
-        const uint8_t *at = codes + 2 * i * stride;
-        __m256i one = _mm256_loadu_si256((const __m256i *)at), next = _mm256_loadu_si256((const __m256i *)(at + stride));
-        two[i] = _mm512_inserti64x4(_mm512_castsi256_si512(one), next, 1);
-    }
-    for (int j = 0; j < 4; j++) { /* words 0-3 and 4-7 of four keys */
-        four[0][j] = _mm512_permutex2var_epi32(two[2 * j], low, two[2 * j + 1]);
-        four[1][j] = _mm512_permutex2var_epi32(two[2 * j], high, two[2 * j + 1]);
-    }
-    for (int j = 0; j < 2; j++) /* a pair of words of eight keys */
-        for (int part = 0; part < 2; part++) {
-            eight[2 * part][j] = _mm512_permutex2var_epi64(four[part][2 * j], first, four[part][2 * j + 1]);
-            eight[2 * part + 1][j] = _mm512_permutex2var_epi64(four[part][2 * j], second, four[part][2 * j + 1]);
-        }
-    for (int w = 0; w < 4; w++) {
-        words[2 * w] = _mm512_shuffle_i64x2(eight[w][0], eight[w][1], 0x44);
-        words[2 * w + 1] = _mm512_shuffle_i64x2(eight[w][0], eight[w][1], 0xee);
-    }
-}
-
-static void load_keys(const uint8_t *codes, const uint8_t *scales, int64_t width, key_block *keys)
-{
-    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m512i low = _mm512_set1_epi8(15), byte = _mm512_set1_epi32(255), bias = _mm512_set1_epi32(127);
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i words[MOST_WORDS];
-    int64_t w = 0, groups = width / 32;
-    for (; w + 8 <= width / 8; w += 8) transpose_words(codes + 4 * w, width / 2, words + w);
-    __m512i code_at = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)(width / 2)));
-    for (; w < width / 8; w++) words[w] = _mm512_i32gather_epi32(code_at, (const int *)(codes + 4 * w), 1);
-    for (w = 0; w < width / 8; w++) {
-        keys->even[w] = _mm512_shuffle_epi8(table, _mm512_and_si512(words[w], low));
-        keys->odd[w] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi32(words[w], 4), low));
-    }
-    if (groups == 2) {
-        __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
-        keys->exponent[0] = _mm512_sub_epi32(_mm512_and_si512(both, byte), bias);
-        keys->exponent[1] = _mm512_sub_epi32(_mm512_srli_epi32(both, 8), bias);
-        return;
-    }
-    int32_t exponent[LANES];
-    for (int64_t g = 0; g < groups; g++) {
-        for (int i = 0; i < LANES; i++) exponent[i] = (int32_t)scales[i * groups + g] - 127;
-        keys->exponent[g] = _mm512_loadu_si512(exponent);
-    }
 }
 
 /* Exact dot products of P pairs with 16 keys; 0 if a sum might round. A unit of a group is 2^(shift + exponent - 2). */
@@ -190,6 +143,35 @@ INLINE int exact_dots(const int P, const grid *q, int64_t pair, int64_t width, c
     return 1;
 }
 
+/* The same where the exponents of the block and of all queries lie so close that no sum of any pair can round. */
+INLINE void near_dots(const int P, const grid *q, int64_t pair, int64_t width, const key_block *keys, v16 *dots)
+{
+    int64_t words = width / 8, groups = width / 32;
+    __m512 total[8];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) total[p] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i sum[8];
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) sum[p] = _mm512_set1_epi32(-q->bias[(pair + p) * groups + g]);
+#pragma GCC unroll 4
+        for (int64_t w = 4 * g; w < 4 * g + 4; w++) {
+#pragma GCC unroll 8
+            for (int p = 0; p < P; p++) {
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->even[w], _mm512_set1_epi32(q->even[(pair + p) * words + w]));
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->odd[w], _mm512_set1_epi32(q->odd[(pair + p) * words + w]));
+            }
+        }
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) { /* exact products: rounded once or twice is the same */
+            __m512i scale = _mm512_add_epi32(keys->scale[g], _mm512_set1_epi32(q->scale[(pair + p) * groups + g]));
+            total[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p]), (__m512)scale, total[p]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) dots[p] = (v16)total[p];
+}
+
 static int integer_scores(const select_job *job, const workspace *room, int64_t first, int64_t queries, const uint8_t *codes,
                           const uint8_t *scales, float *scores, int64_t ld)
 {
@@ -197,6 +179,12 @@ static int integer_scores(const select_job *job, const workspace *room, int64_t 
     int64_t pairs = queries * job->shape.heads, width = job->shape.width, p = 0;
     int32_t spread = 24 - 15 - (width > 128); /* |sum| <= 180 width units < 2^15 up to 128 channels */
     load_keys(codes, scales, width, &keys);
+    const grid *q = &room->on_grid;
+    int near = q->spread + keys.spread <= spread && q->most + keys.most - 2 <= 90 && q->least + keys.least - 2 >= -90
+               && q->most <= 100 && q->least >= -100 && keys.most <= 100 && keys.least >= -100;
+    for (; near && p + 8 <= pairs; p += 8) near_dots(8, q, p, width, &keys, room->dots + p);
+    for (; near && p + 4 <= pairs; p += 4) near_dots(4, q, p, width, &keys, room->dots + p);
+    for (; near && p < pairs; p++) near_dots(1, q, p, width, &keys, room->dots + p);
     for (; p + 4 <= pairs; p += 4)
         if (!exact_dots(4, &room->on_grid, p, width, &keys, spread, room->dots + p)) return 0;
     for (; p < pairs; p++)
@@ -291,21 +279,30 @@ static void choose(const select_job *job, workspace *room, int64_t query, int64_
         publish_blocks(job->block_size, job->published, scores, visible, kept, job->blocks + query * job->published);
 }
 
+/* Scores of a tile's queries for rows first..stop-1 of those that its last query sees; `first` is a multiple of 16. */
+static void score_span(const select_job *job, workspace *room, const query_tile *tile, int64_t first, int64_t stop, float *scores,
+                       int64_t ld)
+{
+    const segment *part = job->segments + tile->segment;
+    int64_t query = part->start + tile->first, rows = visible_rows(job, part, tile->first + tile->count - 1), ids[LANES];
+    stop = stop < rows ? stop : rows;
+#ifdef INTEGER_DOTS
+    room->on_grid.usable = job->shape.width <= MOST_WIDTH && grid_queries(job, query, tile->count * job->shape.heads, &room->on_grid);
+#endif
+    for (int64_t b = first; b < stop; b += LANES) {
+        for (int64_t lane = 0; lane < LANES; lane++) ids[lane] = b + lane < rows ? b + lane : -1;
+        score_rows(job, room, part->slot, query, tile->count, ids, scores + b, ld);
+    }
+}
+
+INLINE int64_t score_ld(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
+
 static void select_tile(const select_job *job, workspace *room, const query_tile *tile)
 {
     const segment *part = job->segments + tile->segment;
-    int64_t first = part->start + tile->first, rows = visible_rows(job, part, tile->first + tile->count - 1);
-    int64_t ld = (rows + LANES - 1) / LANES * LANES, ids[LANES];
+    int64_t first = part->start + tile->first, rows = visible_rows(job, part, tile->first + tile->count - 1), ld = score_ld(rows);
     int only_pool = job->pool && !job->published;
-#ifdef INTEGER_DOTS
-    if (!only_pool)
-        room->on_grid.usable = job->shape.width <= MOST_WIDTH
-                               && grid_queries(job, first, tile->count * job->shape.heads, &room->on_grid);
-#endif
-    for (int64_t b = 0; b < rows && !only_pool; b += LANES) {
-        for (int64_t lane = 0; lane < LANES; lane++) ids[lane] = b + lane < rows ? b + lane : -1;
-        score_rows(job, room, part->slot, first, tile->count, ids, room->scores + b, ld);
-    }
+    if (!only_pool) score_span(job, room, tile, 0, rows, room->scores, ld);
     for (int64_t r = 0; r < tile->count; r++) {
         if (!only_pool) {
             choose(job, room, first + r, visible_rows(job, part, tile->first + r), room->scores + r * ld);
@@ -325,28 +322,81 @@ static void *grab(char **at, int64_t bytes)
     return here;
 }
 
+/* A thread's workspace with room for `scores` scores; returns its memory, NULL if there is none. */
+static char *open_room(const select_job *job, workspace *room, int64_t scores)
+{
+    int64_t width = job->shape.width, pairs = job->tile * job->shape.heads, pooled = job->pool_blocks * job->block_size;
+    int64_t most = keeper_room(job->k > job->published ? job->k : job->published);
+    scores = scores > pooled + LANES ? scores : pooled + LANES;
+    int64_t bytes = 4 * (scores + 2 * LANES * width + 2 * most) + 8 * (pooled + LANES + most) + 64 * pairs + 2 * LANES * width
+                    + 4 * pairs * (width / 4 + 3 * width / 32) + 64 * 17;
+    char *base = claim(bytes, job->missing), *at = base;
+    if (!base) return NULL;
+    *room = (workspace){0};
+    room->scores = grab(&at, 4 * scores);
+    room->unpacked = grab(&at, 4 * LANES * width), room->block = grab(&at, 4 * LANES * width);
+    room->dots = grab(&at, 64 * pairs);
+    room->codes = grab(&at, LANES * width / 2), room->scales = grab(&at, LANES * width / 32);
+    room->ids = grab(&at, 8 * (pooled + LANES));
+    room->kept = (keeper){.score = grab(&at, 4 * most), .work = grab(&at, 4 * most), .id = grab(&at, 8 * most)};
+    grid *q = &room->on_grid;
+    q->even = grab(&at, 4 * pairs * (width / 8)), q->odd = grab(&at, 4 * pairs * (width / 8));
+    q->shift = grab(&at, 4 * pairs * (width / 32)), q->bias = grab(&at, 4 * pairs * (width / 32));
+    q->scale = grab(&at, 4 * pairs * (width / 32));
+    return base;
+}
+
 static void select_range(void *context, int64_t first, int64_t stop)
 {
     const select_job *job = context;
-    int64_t width = job->shape.width, pairs = job->tile * job->shape.heads, pooled = job->pool_blocks * job->block_size;
-    int64_t most = keeper_room(job->k > job->published ? job->k : job->published);
-    int64_t scores = job->tile * ((job->most_rows + LANES - 1) / LANES * LANES);
-    scores = scores > pooled + LANES ? scores : pooled + LANES;
-    int64_t bytes = 4 * (scores + 2 * LANES * width + 2 * most) + 8 * (pooled + LANES + most) + 64 * pairs + 2 * LANES * width
-                    + 4 * pairs * (width / 4 + width / 16) + 64 * 16;
-    char *base = claim(bytes, job->missing), *at = base;
-    if (!base) return;
-    workspace room = {0};
-    room.scores = grab(&at, 4 * scores);
-    room.unpacked = grab(&at, 4 * LANES * width), room.block = grab(&at, 4 * LANES * width);
-    room.dots = grab(&at, 64 * pairs);
-    room.codes = grab(&at, LANES * width / 2), room.scales = grab(&at, LANES * width / 32);
-    room.ids = grab(&at, 8 * (pooled + LANES));
-    room.kept = (keeper){.score = grab(&at, 4 * most), .work = grab(&at, 4 * most), .id = grab(&at, 8 * most)};
-    room.on_grid.even = grab(&at, 4 * pairs * (width / 8)), room.on_grid.odd = grab(&at, 4 * pairs * (width / 8));
-    room.on_grid.shift = grab(&at, 4 * pairs * (width / 32)), room.on_grid.bias = grab(&at, 4 * pairs * (width / 32));
-    for (int64_t t = first; t < stop; t++) select_tile(job, &room, job->tiles + t);
+    workspace room;
+    char *base = open_room(job, &room, job->tile * score_ld(job->most_rows));
+    for (int64_t t = first; t < stop && base; t++) select_tile(job, &room, job->tiles + t);
     free(base);
+}
+
+/* Fewer tiles than threads: their keys are shared out, then their queries. */
+typedef struct { const select_job *job; float *scores; int64_t ld, spans; } span_job;
+
+enum { SPAN_ROWS = 2048 };
+
+static void span_range(void *context, int64_t first, int64_t stop)
+{
+    const span_job *spans = context;
+    const select_job *job = spans->job;
+    workspace room;
+    char *base = open_room(job, &room, 0);
+    for (int64_t n = first; n < stop && base; n++) {
+        int64_t tile = n / spans->spans, at = n % spans->spans * SPAN_ROWS;
+        score_span(job, &room, job->tiles + tile, at, at + SPAN_ROWS, spans->scores + tile * job->tile * spans->ld, spans->ld);
+    }
+    free(base);
+}
+
+static void choose_range(void *context, int64_t first, int64_t stop)
+{
+    const span_job *spans = context;
+    const select_job *job = spans->job;
+    workspace room;
+    char *base = open_room(job, &room, 0);
+    for (int64_t n = first; n < stop && base; n++) {
+        const query_tile *tile = job->tiles + n / job->tile;
+        int64_t r = n % job->tile;
+        if (r >= tile->count) continue;
+        const segment *part = job->segments + tile->segment;
+        choose(job, &room, part->start + tile->first + r, visible_rows(job, part, tile->first + r), spans->scores + n * spans->ld);
+    }
+    free(base);
+}
+
+static void select_spans(const select_job *job, int64_t tiles, int threads)
+{
+    span_job spans = {job, NULL, score_ld(job->most_rows), (job->most_rows + SPAN_ROWS - 1) / SPAN_ROWS};
+    spans.scores = claim(4 * tiles * job->tile * spans.ld, job->missing);
+    if (!spans.scores) return;
+    parallel_ranges(span_range, &spans, tiles * spans.spans, threads);
+    parallel_ranges(choose_range, &spans, tiles * job->tile, threads);
+    free(spans.scores);
 }
 
 /* See kvist.kernels.index_select.select; visibility follows from the segments' positions and the source's ratio. */
@@ -366,7 +416,9 @@ int64_t kvist_pages_select(const page_source *source, const segment *segments, i
     index_shape shape = {heads, source->key_width};
     select_job job = {source, segments, list, q, weight, pool, topk, blocks, shape, k, block_size, pool_blocks, published,
                       only_pool ? 0 : most, tile, &missing};
-    parallel_ranges(select_range, &job, tiles, tiles < 2 ? 1 : threads);
+    int much = most > 2 * SPAN_ROWS && most * tiles * tile * heads * source->key_width > MUCH_SCORED;
+    if (tiles < threads && !only_pool && much) select_spans(&job, tiles, threads);
+    else parallel_ranges(select_range, &job, tiles, tiles < 2 ? 1 : threads);
     free(list);
     return -missing;
 }
