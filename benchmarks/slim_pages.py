@@ -118,7 +118,7 @@ def _from_disk(mover: PageMover, pool_PB: Tensor, host_PB: Tensor, pages: list[i
         plain.write_bytes(host_PB.numpy().data)
 
         def restored() -> None:
-            if mover.restore_from(store.get_many(keys), pages) != len(pages):
+            if mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) != len(pages):
                 raise WrongResult(f"not all pages came back: {store.counters}")
 
         times: dict[str, list[float]] = {"pages": [], "copy": []}

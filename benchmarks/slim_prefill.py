@@ -76,8 +76,8 @@ def measure_prefill(weights: CardWeights, case: Case, chunk: int | None, said: C
             raise WrongResult(f"{case.name}: logits are not finite")
         return taken
 
-    # The first passes and the last ones, where selections are of the longest kind: every kernel is built.
-    run(max(0, case.context - 2 * prefill.chunk - 64))
+    # The first passes and the last two as they will be: every kernel is built.
+    run(max(0, -(-case.context // prefill.chunk) - 2) * prefill.chunk)
     for _ in itertools.islice(prefill.passes([Prompt.replayed(0, ids, span)]), 2):
         pass
     held = torch.cuda.memory_allocated()

@@ -33,7 +33,7 @@ def bench(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="the shared expert beside the routed ones, on its own stream")
     ] = False,
-    chunk: Annotated[int | None, typer.Option(help="prompt tokens in a pass; none: 4096")] = None,
+    chunk: Annotated[int | None, typer.Option(help="prompt tokens in a pass; none: 16384")] = None,
     again: Annotated[bool, typer.Option("--again", help="measure also what this commit has been measured with")] = False,
 ) -> None:
     """Measure decode, prefill and cache moves of released widths on one card; run in a checkout, which keeps the rows.

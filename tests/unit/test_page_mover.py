@@ -54,27 +54,37 @@ def test_from_a_store_up_to_the_first_missing_page(tmp_path: Path) -> None:
     keys = [bytes([number]) * 16 for number in range(COUNT)]
     store = PageStore.open(tmp_path, model=b"m" * 16, page_bytes=rows.layout.page_bytes, page_tokens=8)
     store.put([Page(key, row.numpy().tobytes()) for key, row in zip(keys, host, strict=True)])
-    assert mover.restore_from(store.get_many(keys), pages) == COUNT
+    assert mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) == COUNT
     assert torch.equal(rows.bytes_PB[pages].cpu(), host)
     rows.bytes_PB.zero_()
     store.condemn([keys[5]])
-    assert mover.restore_from(store.get_many(keys), pages) == 5
+    assert mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) == 5
     assert torch.equal(rows.bytes_PB[pages[:5]].cpu(), host[:5])
     assert not rows.bytes_PB[pages[5:]].any()
     store.close()
 
 
-def test_a_source_that_ends_early_or_fails() -> None:
+@pytest.mark.parametrize("part_pages", [1, 4, 16, 100])
+def test_a_source_that_ends_early_or_fails(part_pages: int) -> None:
     rows = made()
-    mover, host, pages = PageMover(rows, part_bytes=2 * rows.layout.page_bytes), host_pages(rows), places()
-    assert mover.restore_from((row.numpy().tobytes() for row in host[:4]), pages) == 4
+    mover, host, pages = PageMover(rows, part_bytes=part_pages * rows.layout.page_bytes), host_pages(rows), places()
 
-    def broken() -> Iterator[bytes]:
-        yield host[0].numpy().tobytes()
-        raise OSError("the disk is gone")
+    def ending(first: int, stop: int) -> Iterator[bytes]:
+        return (row.numpy().tobytes() for row in host[first : min(stop, 4)])
+
+    for _ in range(3):  # buffers are used again
+        assert mover.restore_from(ending, pages) == 4
+        assert torch.equal(rows.bytes_PB[pages[:4]].cpu(), host[:4])
+    assert not rows.bytes_PB[pages[4:]].any()
+
+    def broken(first: int, stop: int) -> Iterator[bytes]:
+        for number in range(first, stop):
+            if number == 6:
+                raise OSError("the disk is gone")
+            yield host[number].numpy().tobytes()
 
     with pytest.raises(OSError, match="the disk is gone"):
-        mover.restore_from(broken(), pages)
+        mover.restore_from(broken, pages)
     # The mover goes on after a failure.
     mover.restore(host, pages)
     assert torch.equal(rows.bytes_PB[pages].cpu(), host)

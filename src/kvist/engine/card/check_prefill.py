@@ -23,7 +23,7 @@ from kvist.engine.replay import replay_span
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.model.block import Block
-from kvist.model.initialise import TableInMemory, random_model
+from kvist.model.initialise import random_model
 from kvist.model.memory import Shared
 from kvist.model.moe import MoE
 from kvist.model.numerics import Numerics
@@ -165,12 +165,9 @@ class PrefillBeside(Beside):
         """The same model with sums in bfloat16, and a memory of its own."""
         numerics = Numerics(dtype=torch.bfloat16)
         model = random_model(self.config, numerics, seed).to(self.device)
-        for layer in self.config.engram_layer_ids:
-            block = model.layers[layer]
-            assert isinstance(block, Block) and block.engram is not None and isinstance(block.engram.reader, TableInMemory)
-            block.engram.reader.values_RX = block.engram.reader.values_RX.to(self.device)
-        if model.token_classes_V is not None:
-            model.token_classes_V = model.token_classes_V.to(self.device)
+        if self.model.token_classes_V is not None:
+            readers = {layer: self._engram(layer).reader for layer in self.config.engram_layer_ids}
+            model.attach_engram(self.model.token_classes_V, {at: one for at, one in readers.items() if one is not None})
         rows = self.memory.rows
         memory = ExactScores(
             self.config, numerics, pages=len(rows.bytes_PB), slots=len(self.contexts), verify_rows=1,
@@ -224,14 +221,14 @@ class PrefillBeside(Beside):
             here = self._brought(pieces)
             for layer, before, after in self.reference.layers(pieces):
                 off.append(self._layer(layer, here, before, after))
-            if not len(here.deep):
+            *_, (_, _, theirs) = self.other.layers(pieces)
+            if len(here.deep):
+                want.append(self.model.logits(after))
+                other.append(self.other.model.logits(theirs))
+            else:
                 crossed = self.reference.crossed
                 assert crossed is not None
                 self.prefill.cross(here, self._card_flow(crossed))
-                continue
-            want.append(self.model.logits(after))
-            *_, (_, _, theirs) = self.other.layers(pieces)
-            other.append(self.other.model.logits(theirs))
         want_MV, other_MV = torch.cat(want), torch.cat(other)
         size_M = want_MV.norm(dim=1)
         errors, spread = ((part - want_MV).norm(dim=1) / size_M for part in (got_MV, other_MV))

@@ -1,14 +1,15 @@
 """Pages between host memory and a card's pool: restored before a replay, saved behind a step, at the speed of the link.
 
 Large copies go through two lanes, each a stream with a staging buffer: while one scatters its pages over the pool, the other's
-copy is under way. Must not know keys, files or requests; where pages come from is an iterator of their bytes.
+copy is under way. Must not know keys, files or requests; where pages come from is a function that gives their bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import cycle, islice
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -17,35 +18,52 @@ from torch import Tensor
 from kvist.cache.page_rows import PageRows
 from kvist.cache.record import Buffer
 
-PART_BYTES = 16 << 20
-"""Bytes of a copy: long enough for the link's full rate, short enough that the first scatter begins early."""
+PART_BYTES = 32 << 20
+"""Bytes of a copy: long enough that the host's work for it costs nothing, short enough that the first scatter begins early."""
+READ_PARTS = 4
+"""Parts that a copy's bytes are read in, where they come from a function: each by a thread."""
+READERS = 4
+
+Read = Callable[[int, int], Iterable[Buffer | None]]
+"""Bytes of the pages first..stop-1 of those to be restored, in order; None for one that is missing. Called from threads."""
 
 
 class _Lane:
-    """A stream with staging for `pages` pages on the device, and pinned staging on the host once it is needed."""
+    """A stream with staging for `pages` pages on the device."""
 
     def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
-        self.on_card = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.on_card else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.device_PB = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)
-        self._host_PB: Tensor | None = None
-
-    @property
-    def host_PB(self) -> Tensor:
-        """Pinned staging; what was copied from it before has left."""
-        if self._host_PB is None:
-            self._host_PB = torch.empty(self.device_PB.shape, dtype=torch.uint8, pin_memory=self.on_card)
-        if self.stream is not None:
-            self.stream.synchronize()
-        return self._host_PB
 
     def entered(self) -> AbstractContextManager[object]:
         """The lane's stream as the current one."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
+class _HostBuffer:
+    """Pinned memory for `pages` pages, filled by one thread at a time."""
+
+    def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
+        self.pages_PB = torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.left = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fill(self, payloads: Iterable[Buffer | None]) -> int:
+        """Take pages up to the first that is missing; returns how many came."""
+        if self.left is not None:
+            # What was copied from here before must have left.
+            self.left.synchronize()
+        came, target = 0, self.pages_PB.numpy()
+        for payload in payloads:
+            if payload is None:
+                break
+            target[came] = np.frombuffer(payload, np.uint8)
+            came += 1
+        return came
+
+
 class PageMover:
-    """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device, two pinned at most.
+    """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device; where pages are read, READERS + 1
+    pinned ones of a part's READ_PARTS.
 
     Raises ValueError for a part that holds no page.
     """
@@ -58,6 +76,9 @@ class PageMover:
         # Wide elements: a page is a multiple of 128 bytes.
         self.pool_PB = rows.bytes_PB.view(torch.int64)
         self.lanes = [_Lane(self.part, self.page_bytes, self.device) for _ in range(2)]
+        self._ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._ids_left = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._buffers: list[_HostBuffer] = []
 
     @property
     def nbytes(self) -> int:
@@ -70,36 +91,43 @@ class PageMover:
         Returns at once: what is queued on the current stream afterwards sees the pages; the host's must stay as they are until
         then. Raises ValueError for pages that are not there, or other than the host holds.
         """
-        self._check(host_PB, pages)
-        ids = self._ids(pages)
-        with self._lanes() as lanes:
+        self._require(host_PB, pages)
+        with self._moved(pages) as (ids, lanes):
             for first in range(0, len(pages), self.part):
-                self._send(next(lanes), host_PB[first : first + self.part], ids[first : first + self.part])
+                part = slice(first, min(first + self.part, len(pages)))
+                self._send(next(lanes), host_PB[part], ids[part])
 
-    def restore_from(self, payloads: Iterable[Buffer | None], pages: Sequence[int]) -> int:
-        """The same from any source of page bytes, in order, up to the first that is missing; returns how many came."""
-        self._check_pages(pages)
-        ids, count, source = self._ids(pages), 0, iter(payloads)
-        with self._lanes() as lanes:
-            while count < len(pages):
-                lane, came, most = next(lanes), 0, min(self.part, len(pages) - count)
-                staged_PB = lane.host_PB
-                for payload in islice(source, most):
-                    if payload is None:
-                        break
-                    staged_PB[came].numpy()[:] = np.frombuffer(payload, np.uint8)
-                    came += 1
-                self._send(lane, staged_PB[:came], ids[count : count + came])
+    def restore_from(self, read: Read, pages: Sequence[int]) -> int:
+        """The same from any source, read by several threads, up to the first page that is missing; returns how many came."""
+        size = max(1, self.part // READ_PARTS)
+        starts = list(range(0, len(pages), size))
+        if not self._buffers:
+            self._buffers = [_HostBuffer(size, self.page_bytes, self.device) for _ in range(READERS + 1)]
+
+        def filled(number: int) -> int:
+            first = starts[number]
+            return self._buffers[number % len(self._buffers)].fill(read(first, min(first + size, len(pages))))
+
+        count = 0
+        with self._moved(pages) as (ids, lanes), ThreadPoolExecutor(READERS, thread_name_prefix="kvist-restore") as threads:
+            coming = [threads.submit(filled, number) for number in range(min(READERS, len(starts)))]
+            for number, first in enumerate(starts):
+                came, buffer, lane = coming[number].result(), self._buffers[number % len(self._buffers)], next(lanes)
+                self._send(lane, buffer.pages_PB[:came], ids[first : first + came])
+                if buffer.left is not None:
+                    buffer.left.record(lane.stream)
                 count += came
-                if came < most:
+                if came < min(size, len(pages) - first):
                     break
+                # The next one's buffer is free, or being read from: its thread waits.
+                if number + READERS < len(starts):
+                    coming.append(threads.submit(filled, number + READERS))
         return count
 
     def save(self, pages: Sequence[int], host_PB: Tensor) -> None:
         """The pool's `pages` into host pages (as for `restore`); returns when they are there."""
-        self._check(host_PB, pages)
-        ids = self._ids(pages)
-        with self._lanes() as lanes:
+        self._require(host_PB, pages)
+        with self._moved(pages) as (ids, lanes):
             for first in range(0, len(pages), self.part):
                 lane, part = next(lanes), ids[first : first + self.part]
                 with lane.entered():
@@ -118,30 +146,35 @@ class PageMover:
             staged_PB.copy_(host_PB, non_blocking=True)
             self.pool_PB.index_copy_(0, ids, staged_PB.view(torch.int64))
 
-    def _ids(self, pages: Sequence[int]) -> Tensor:
-        """Page numbers on the device, all at once and before the lanes begin: a small copy between two large ones of another
-        stream would wait for both."""
-        return torch.tensor(pages, dtype=torch.int64).to(self.device)
-
     @contextmanager
-    def _lanes(self) -> Iterator[Iterator[_Lane]]:
-        """Lanes in turn, behind the current stream's work; what follows on that stream is behind theirs."""
+    def _moved(self, pages: Sequence[int]) -> Iterator[tuple[Tensor, Iterator[_Lane]]]:
+        """Page numbers on the device, and lanes in turn, behind the current stream's work; what follows there is behind theirs.
+
+        The numbers go up all at once and first: between two large copies of another stream they would wait for both.
+        """
+        numbers = np.asarray(pages, dtype=np.int64)
+        bad = numbers[(numbers < 0) | (numbers >= len(self.pool_PB))]
+        if len(bad):
+            raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
+        if self._ids_left is not None:
+            self._ids_left.synchronize()
+        self._ids[: len(numbers)].numpy()[:] = numbers
+        ids = self._ids[: len(numbers)].to(self.device, non_blocking=True)
+        if self._ids_left is not None:
+            self._ids_left.record()
         streams = [lane.stream for lane in self.lanes if lane.stream is not None]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        yield cycle(self.lanes)
-        for stream in streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+            ids.record_stream(stream)
+        try:
+            yield ids, cycle(self.lanes)
+        finally:
+            for stream in streams:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def _check(self, host_PB: Tensor, pages: Sequence[int]) -> None:
+    def _require(self, host_PB: Tensor, pages: Sequence[int]) -> None:
         if host_PB.dtype is not torch.uint8 or tuple(host_PB.shape) != (len(pages), self.page_bytes):
             raise ValueError(
                 f"host pages are {host_PB.dtype} {list(host_PB.shape)}; {len(pages)} pages of {self.page_bytes} bytes are uint8 "
                 f"{[len(pages), self.page_bytes]}"
             )
-        self._check_pages(pages)
-
-    def _check_pages(self, pages: Sequence[int]) -> None:
-        bad = [page for page in pages if not 0 <= page < len(self.pool_PB)]
-        if bad:
-            raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
