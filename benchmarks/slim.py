@@ -34,7 +34,7 @@ PLACES = ("from host memory", "to host memory", "from disk")
 SPARE_BYTES = 4e9
 """Device memory left to libraries, graphs and what a step makes."""
 CHUNK = 16384
-"""Rows of a pass, if nothing else is asked for: 41.1 us a row in the midst of 128K tokens, 42.8 with 8,192 and 44.1 with 4,096."""
+"""Rows of a pass, if nothing else is asked for: 41 us a row in the midst of 128K tokens, 43 with 8,192 and 44 with 4,096."""
 WARM_STEPS, TIMED_STEPS = 4, 48
 ACCEPTANCE = 3.5
 """Tokens a cycle of speculation where acceptance is simulated."""
