@@ -88,6 +88,14 @@ def head_of(d: int, passed: Passed) -> Head:
     return Head(passed, torch.randn(24), torch.rand(3), 1 + 0.1 * torch.randn(d), 20, EPS, EPS)
 
 
+def entry_of(width: int) -> Entry:
+    """Slot 2, cell 3 of empty rings."""
+    angle = torch.rand(1, 16) * 6
+    codes, scales = (torch.zeros(3, 5, size, dtype=torch.uint8) for size in (width, width // 32))
+    slot, cell = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
+    return Entry(1 + 0.1 * torch.randn(width), angle.cos(), angle.sin(), codes, scales, slot, cell)
+
+
 def passed_of(d: int, streams_kernel: Builder) -> tuple[Passed, Mix, Tensor]:
     x, mix, fn = torch.randn(1, 4, d).bfloat16(), mix_of(), torch.randn(24, 4 * d) * (4 * d) ** -0.5
     return streams_row(None, x, mix, fn, build=streams_kernel), mix, fn
@@ -102,16 +110,18 @@ def test_streams_are_left_and_entered(d: int, streams_kernel: Builder, linear_ke
     want = leave(y, x, mix)
     near(passed.x_NSD, want)
     head = head_of(d, passed)
-    weight = fp8(128, d)
-    parts, after, normed, quantised = product_of_streams(head, weight, build=linear_kernels, blocks=3)
+    weight, second = fp8(128, d), fp8(64, 64)
+    parts, normed, quantised = product_of_streams(head, weight, build=linear_kernels, blocks=3)
     h, coefficients = enter(
         passed.x_NSD, mix.pre_NS, fn, head.base_F, head.scale_3, head.norm_D, iterations=20, hc_eps=EPS, norm_eps=EPS, impl="wide"
     )
     near(normed, h)
-    for mine, theirs in zip(after, coefficients, strict=True):
-        near(mine, theirs, 1e-4)
     assert torch.equal(quantised, quantise(normed, "fp8"))
     near(parts.whole(), linear(quantised.float(), unpack_panels(weight)))
+    entry = entry_of(64)
+    after = product_of_parts(parts, torch.ones(64), EPS, second, entry, head, build=linear_kernels, blocks=1)[2]
+    for mine, theirs in zip(after, coefficients, strict=True):
+        near(mine, theirs, 1e-4)
 
 
 def test_streams_are_left_by_parts(streams_kernel: Builder) -> None:
@@ -155,35 +165,31 @@ def test_blocks_do_not_span_groups(linear_kernels: Builder) -> None:
         product_row(torch.zeros(1, 128).bfloat16(), fp8(128, 64), groups=2, build=linear_kernels, blocks=1)
 
 
-def test_rank_and_window_entry(linear_kernels: Builder) -> None:
+def test_rank_and_window_entry(streams_kernel: Builder, linear_kernels: Builder) -> None:
     torch.manual_seed(2)
-    rank, entry, slots, window = 192, 128, 3, 5
-    first, second = fp8(rank + entry, 640), fp8(320, rank)
-    x = torch.randn(1, 640).bfloat16()
+    rank, width = 192, 128
+    first, second, entry = fp8(rank + width, 640), fp8(320, rank), entry_of(width)
+    x, norm = torch.randn(1, 640).bfloat16(), 1 + 0.1 * torch.randn(rank)
     parts = product_row(x, first, whole=False, build=linear_kernels, blocks=7)
     assert isinstance(parts, Parts)
-    codes, scales = (torch.zeros(slots, window, size, dtype=torch.uint8) for size in (entry, entry // 32))
-    norms = [1 + 0.1 * torch.randn(size) for size in (rank, entry)]
-    angle = torch.rand(1, 16) * 6
-    slot, cell = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
-    given = Entry(norms[1], angle.cos(), angle.sin(), codes, scales, slot, cell)
-    q, ranked = product_of_parts(parts, norms[0], EPS, second, given, build=linear_kernels, blocks=2)
+    head = head_of(640, passed_of(640, streams_kernel)[0])
+    q, ranked, _ = product_of_parts(parts, norm, EPS, second, entry, head, build=linear_kernels, blocks=2)
     both = parts.whole().float()
     normed = [
         (v * torch.rsqrt(v.square().mean(1, keepdim=True) + EPS) * w).bfloat16()
-        for v, w in zip(both.split((rank, entry), 1), norms, strict=True)
+        for v, w in zip(both.split((rank, width), 1), (norm, entry.norm_C), strict=True)
     ]
     near(ranked, quantise(normed[0], "fp8"))
     near(q, linear(ranked.float(), unpack_panels(second)))
     turned = normed[1].float()
-    even, odd = turned[:, -32::2].clone(), turned[:, -31::2].clone()
-    turned[:, -32::2], turned[:, -31::2] = even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()
+    even, odd, cos, sin = turned[:, -32::2].clone(), turned[:, -31::2].clone(), entry.cos_NP, entry.sin_NP
+    turned[:, -32::2], turned[:, -31::2] = even * cos - odd * sin, even * sin + odd * cos
     want_codes, want_scales = pack_fp8(turned.bfloat16())
-    assert torch.equal(scales[2, 3], want_scales.view(torch.uint8)[0])
-    assert int((codes[2, 3] != want_codes.view(torch.uint8)[0]).sum()) <= 1
-    codes[2, 3] = scales[2, 3] = 0
-    assert not codes.any()
-    assert not scales.any()
+    assert torch.equal(entry.scales[2, 3], want_scales.view(torch.uint8)[0])
+    assert int((entry.codes[2, 3] != want_codes.view(torch.uint8)[0]).sum()) <= 1
+    entry.codes[2, 3] = entry.scales[2, 3] = 0
+    assert not entry.codes.any()
+    assert not entry.scales.any()
 
 
 class Values(ResidentBank):

@@ -75,10 +75,10 @@ class OneRow:
         c, w, spec = self.config, layer.attention, layer.spec
         ring, rope = self.layers.state.ring(spec.index), at.rope[spec.ratio > 0]
         assert ring.scales is not None
-        parts, mix, h_ND, _ = product_of_streams(head, w.enter)
+        parts, h_ND, _ = product_of_streams(head, w.enter)
         entry = Entry(w.entry_norm, *rope, ring.values, ring.scales, at.slot_N, at.cell_N)
-        q_NX, rank_NQ = product_of_parts(
-            parts, w.query_norm, c.norm_eps, w.query, entry, ahead=Ahead.of(w.out_a.codes, AHEAD_BYTES)
+        q_NX, rank_NQ, mix = product_of_parts(
+            parts, w.query_norm, c.norm_eps, w.query, entry, head, ahead=Ahead.of(w.out_a.codes, AHEAD_BYTES)
         )  # fmt: skip
         if w.compressor is not None:
             self.layers.publish(w.compressor, spec, at, h_ND)

@@ -15,7 +15,7 @@ from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.device.panels import PANEL
 from kvist.kernels.device.require import interpreted
 
-WARPS = 12
+WARPS = 8
 """Warps of a block that multiply."""
 CODES = 4096
 """Bytes of a chunk of a panel's codes, FP4 or FP8."""

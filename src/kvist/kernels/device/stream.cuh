@@ -1,7 +1,7 @@
 // One row times stored FP4 and FP8 weights at the rate of memory, for Hopper (sm_90a): pieces of several kernels.
 //
-// One lane brings chunks of panels (64 outputs; `panels.py`) by bulk copies into a ring in shared memory, warps take them in turn. Weights
-// do not depend on the launch before, so the ring is filled before it has ended. Products are exact in bfloat16, sums float32. Knows no
+// A warp reads chunks of panels (64 outputs; `panels.py`) through a ring of its own in shared memory: no warp waits for another. Weights do
+// not depend on the launch before, so rings are filled before it has ended. Products are exact in bfloat16, sums float32. Knows no
 // operator.
 
 typedef unsigned char u8;
@@ -9,7 +9,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-static const int WARPS = 12;          // that multiply
+static const int WARPS = 8;           // that multiply
 static const int ROW_THREADS = 256;   // that norm and quantise a row
 static const int CODES = 4096;        // bytes of a chunk: 64 outputs x 128 FP4 or 64 FP8 inputs
 static const int FP4_SCALES = 256;    // bytes of a chunk of FP4
@@ -44,7 +44,8 @@ __device__ __forceinline__ void bulk_copy(u8* to, const u8* from, u32 bytes, u32
 __device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 __device__ __forceinline__ void read_ahead(const u8* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -255,41 +256,29 @@ __device__ __forceinline__ void quantise_row(u8* x, int inputs, int thread, int 
   }
 }
 
-// Chunks on their way: `SLOTS` of `BYTES` in shared memory. One lane fills them in turn; chunk i belongs to warp i modulo `WARPS`.
-template <int SLOTS, int BYTES> struct Ring {
-  static const int BARRIER_BYTES = 16 * SLOTS;
+// A warp's chunks on their way: `STAGES` of `BYTES` in shared memory, which its lanes fill and read by themselves.
+template <int STAGES, int BYTES> struct Ring {
   u8* data;
-  u32 full, empty;
-  int slot, parity;
-  __device__ __forceinline__ void open(u8* at, u8* barriers, int first) {
-    data = at, full = shared_address(barriers), empty = full + 8 * SLOTS, slot = first, parity = 0;
+  int stage, next;
+  __device__ __forceinline__ void open(u8* rings, int warp) { data = rings + warp * STAGES * BYTES, stage = next = 0; }
+  // Begins to read a chunk, or nothing where there is none: every turn counts. A stage is filled again when its chunk has been read and
+  // `arrived` has been called once more.
+  __device__ __forceinline__ void fill(bool there, const u8* codes, const u8* scales, int lane) {
+    u8* to = data + next * BYTES;
+    if (there) {
+#pragma unroll
+      for (int i = 0; i < CODES / 512; i++) copy_unit(to + i * 512 + lane * 16, codes + i * 512 + lane * 16, true);
+      if (scales && lane < FP4_SCALES / 16) copy_unit(to + CODES + lane * 16, scales + lane * 16, true);
+    }
+    copies_commit();
+    if (++next == STAGES) next = 0;
   }
-  // By one lane, before the others look.
-  __device__ __forceinline__ void make() {
-#pragma unroll 1
-    for (int s = 0; s < SLOTS; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 1);
-    barriers_ready();
-  }
-  __device__ __forceinline__ const u8* arrived() const {
-    wait(full + 8 * slot, parity);
-    return data + slot * BYTES;
-  }
-  // The warp has read its chunk.
-  __device__ __forceinline__ void free(int lane) {
+  __device__ __forceinline__ const u8* arrived() {
+    copies_wait<STAGES - 2>();
     __syncwarp();
-    if (lane == 0) arrive(empty + 8 * slot);
-  }
-  __device__ __forceinline__ void advance(int by) {
-    slot += by;
-    if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
-  }
-  // For the lane that fills: waits until the slot is free, then expects and issues.
-  __device__ __forceinline__ void fill(int number, const u8* codes, const u8* scales) {
-    if (number >= SLOTS) wait(empty + 8 * slot, parity ^ 1);
-    expect(full + 8 * slot, scales ? CODES + FP4_SCALES : CODES);
-    bulk_copy(data + slot * BYTES, codes, CODES, full + 8 * slot);
-    if (scales) bulk_copy(data + slot * BYTES + CODES, scales, FP4_SCALES, full + 8 * slot);
-    advance(1);
+    const u8* at = data + stage * BYTES;
+    if (++stage == STAGES) stage = 0;
+    return at;
   }
 };
 __device__ __forceinline__ void fetch_ahead(const u8* from, i64 bytes, int block, int blocks) {

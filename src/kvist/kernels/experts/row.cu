@@ -6,9 +6,9 @@
 // from the others' parts in their order; downs are left as parts for the next pass: bits never depend on timing. All blocks must be on
 // the card at once. Knows no layers.
 
-static const int SLOTS = 36;
-static const int SLOT = CODES + FP4_SCALES;
-static const int THREADS = 32 * (WARPS + 2);  // one warp brings weights, one chooses
+static const int STAGES = 3;
+static const int STAGE = CODES + FP4_SCALES;
+static const int THREADS = 32 * (WARPS + 1);  // one warp chooses
 static const int MOST_EXPERTS = 12;  // of a lane
 static const int MOST_CHOSEN = 16;
 static const int MOST_GATES = 3;     // rows of the router a block
@@ -171,36 +171,61 @@ struct Run {  // a block's part of a phase
 struct Work {
   Run shared_up, routed_up, down;
   int fp4_down, fp8_down, up_panels, up_all;  // chunks of a down panel an expert; panels and chunks of an expert's gate+up
-  Ring<SLOTS, SLOT> ring;
 };
 
-// One lane brings all chunks of a block in turn; only what follows the shared gate+up waits for the choice.
-__device__ __forceinline__ void bring(const Call& c, Work& w, const Shared* own) {
-  int number = 0;
-#pragma unroll 1
-  for (int unit = w.shared_up.first; unit < w.shared_up.end; unit++) w.ring.fill(number++, c.shared_up_codes + (i64)unit * CODES, nullptr);
-  wait(shared_address(own->barriers), 0);
-  int expert = (u32)w.routed_up.first / (u32)w.up_all, left = (expert + 1) * w.up_all - w.routed_up.first;
-  i64 chunk = (i64)own->ids[min(expert, c.chosen - 1)] * w.up_all + (w.up_all - left);
-#pragma unroll 1
-  for (int unit = w.routed_up.first; unit < w.routed_up.end; unit++, chunk++, left--) {
-    if (left == 0) chunk = (i64)own->ids[++expert] * w.up_all, left = w.up_all;
-    w.ring.fill(number++, c.up_codes + chunk * CODES, c.up_scales + chunk * FP4_SCALES);
+// What a warp reads next, a chunk of every `WARPS`.
+struct Reader {
+  Ring<STAGES, STAGE> ring;
+  int phase, unit, end, left, expert, panel, place;
+  i64 chunk;
+
+  __device__ __forceinline__ void open(u8* rings, const Work& w, int warp) {
+    ring.open(rings, warp);
+    phase = 0, unit = w.shared_up.first + warp, end = w.shared_up.end;
   }
-  int panel = w.down.panel, place = w.down.first - panel * w.down.chunks, fp4 = c.chosen * w.fp4_down, panels = c.width / 64;
-  int e = (u32)place / (u32)w.fp4_down, within = place - e * w.fp4_down;
-#pragma unroll 1
-  for (int unit = w.down.first; unit < w.down.end; unit++) {
-    if (place < fp4) {
-      chunk = ((i64)own->ids[e] * panels + panel) * w.fp4_down + within;
-      w.ring.fill(number++, c.down_codes + chunk * CODES, c.down_scales + chunk * FP4_SCALES);
-    } else w.ring.fill(number++, c.shared_down_codes + ((i64)panel * w.fp8_down + (place - fp4)) * CODES, nullptr);
-    place++;
-    if (++within == w.fp4_down) within = 0, e++;
-    if (place == w.down.chunks) place = within = e = 0, panel++;
+  // The shared expert's gate+up alone, before the choice is known.
+  __device__ __forceinline__ bool fill_shared(const Call& c, int lane) {
+    if (unit >= end) return false;
+    ring.fill(true, c.shared_up_codes + (i64)unit * CODES, nullptr, lane);
+    unit += WARPS;
+    return true;
   }
-  if (c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, blockIdx.x, c.blocks);
-}
+  __device__ __forceinline__ void fill(const Call& c, const Work& w, const Shared* own, int lane) {
+    while (unit >= end && phase < 2) {
+      int behind = unit - end;
+      if (phase++ == 0) {
+        wait(shared_address(own->barriers), 0);
+        unit = w.routed_up.first + behind, end = w.routed_up.end;
+        expert = (u32)unit / (u32)w.up_all, left = (expert + 1) * w.up_all - unit;
+        chunk = (i64)own->ids[min(expert, c.chosen - 1)] * w.up_all + (w.up_all - left);
+      } else {
+        unit = w.down.first + behind, end = w.down.end;
+        panel = (u32)unit / (u32)w.down.chunks, place = unit - panel * w.down.chunks;
+      }
+    }
+    bool there = unit < end;
+    const u8 *codes = c.shared_up_codes + (i64)unit * CODES, *scales = nullptr;
+    if (phase == 1) {
+      if (there && left <= 0) {
+        while (left <= 0) expert++, left += w.up_all;
+        chunk = (i64)own->ids[expert] * w.up_all + (w.up_all - left);
+      }
+      codes = c.up_codes + chunk * CODES, scales = c.up_scales + chunk * FP4_SCALES;
+      chunk += WARPS, left -= WARPS;
+    } else if (phase == 2) {
+      int fp4 = c.chosen * w.fp4_down;
+      if (place < fp4) {
+        int e = (u32)place / (u32)w.fp4_down;
+        i64 at = ((i64)own->ids[e] * (c.width / 64) + panel) * w.fp4_down + (place - e * w.fp4_down);
+        codes = c.down_codes + at * CODES, scales = c.down_scales + at * FP4_SCALES;
+      } else codes = c.shared_down_codes + ((i64)panel * w.fp8_down + (place - fp4)) * CODES;
+      place += WARPS;
+      while (place >= w.down.chunks) place -= w.down.chunks, panel++;
+    }
+    ring.fill(there, codes, scales, lane);
+    unit += WARPS;
+  }
+};
 
 // Whether this warp is the last of the block to leave its sums in a slot.
 __device__ __forceinline__ bool last_of(u32* count, int lane) {
@@ -226,7 +251,8 @@ __device__ __forceinline__ void take_hidden(const Call& c, const Work& w, u8* to
     u32 d = place < fp4 ? (place - e * w.fp4_down) * 128 : (place - fp4) * 64;
     copy_unit(to + i * 16, c.hidden + (i64)e * c.hidden_width + d + piece * 8, true);
   }
-  copies_wait();
+  copies_commit();
+  copies_wait<0>();
   __syncwarp();
 }
 
@@ -259,7 +285,7 @@ __device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared
   finish(c, whole.x, whole.y, expert, panel, phase ? own->weights[expert] : 1.f, lane);
 }
 
-__device__ __forceinline__ void multiply(const Call& c, Work& w, Shared* own, float* sums, const u32* up_table, const u32* down_table, u8* x,
+__device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, float* sums, const u32* up_table, const u32* down_table, u8* x,
                                          int warp, int lane) {
   int behind = warp;  // chunks of the run before the warp's next one
 #pragma unroll 1
@@ -283,14 +309,13 @@ __device__ __forceinline__ void multiply(const Call& c, Work& w, Shared* own, fl
       Sums total = {};
 #pragma unroll 1
       for (; unit < stop; unit += WARPS) {
-        const u8* chunk = w.ring.arrived();
+        const u8* chunk = reader.ring.arrived();
+        reader.fill(c, w, own, lane);
         int place = unit - panel * run.chunks;
         if (phase < 2) in = x + place * (phase ? 256 : 128);
         if (place < fp4) add_fp4(total, chunk, in, lane);
         else add_fp8(total, chunk, table[unit - run.first], in, phase == 0, lane);
         if (phase == 2) in += 256;
-        w.ring.free(lane);
-        w.ring.advance(WARPS);
       }
       float* mine = sums + (base + slot) * WARPS * 64;
       keep(mine + warp * 64, total, lane);
@@ -354,34 +379,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
   w.routed_up.cut(block, c.routed_share, c.chosen * w.up_all, c.width / 128);
   w.down.cut(block, c.down_share, c.width / 64 * down_chunks, down_chunks);
 
-  u8* barriers = raw + SLOTS * SLOT;
-  Shared* own = (Shared*)(barriers + 16 * SLOTS);
+  Shared* own = (Shared*)(raw + WARPS * STAGES * STAGE);
   u8* x = (u8*)(own + 1);
   float* sums = (float*)(x + max(2 * c.width, (c.down_share + WARPS - 1) / WARPS * WARPS * 256));
   u32* up_table = (u32*)(sums + c.slots * WARPS * 64);
   u32* down_table = up_table + c.shared_share;
-  w.ring.open(raw, barriers, warp < WARPS ? warp : 0);
-  let_next();
-  if (warp == WARPS) {
-    if (lane == 0) {
-      w.ring.make();
-      barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
-      barriers_ready();
-    }
+  Reader reader;
+  int ahead = 1;
+  if (warp < WARPS) {
+    reader.open(raw, w, warp);
+    for (; ahead < STAGES && reader.fill_shared(c, lane); ahead++) {}
+  } else {
+    if (lane == 0) barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
     own->counts[lane] = 0;
-    __syncwarp();
-    // The barriers are made: weights may come before what the launch before has left is read.
-    arrive_at_group(2, THREADS);
-    if (lane == 0) bring(c, w, own);
-    return;
   }
+  let_next();
 #pragma unroll 1
-  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += 32 * WARPS)
-    if (thread < 32 * WARPS) up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
+  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += THREADS)
+    up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
 #pragma unroll 1
-  for (int i = thread; i < w.down.end - w.down.first; i += 32 * WARPS) {
+  for (int i = thread; i < w.down.end - w.down.first; i += THREADS) {
     int unit = w.down.first + i, panel = (u32)unit / (u32)down_chunks, place = unit - panel * down_chunks - c.chosen * w.fp4_down;
-    if (thread < 32 * WARPS && place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
+    if (place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
   }
   if (thread < ROW_THREADS) {
     float4 norm[D_STEPS];
@@ -412,7 +431,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
       if (lane == 0) own->partial[g][warp] = sum;
     }
   } else wait_for_launch();
-  group_barrier(2, THREADS);
-  if (warp > WARPS) clerk(c, w, own, sums, lane);
-  else multiply(c, w, own, sums, up_table, down_table, x, warp, lane);
+  __syncthreads();
+  if (warp == WARPS) {
+    clerk(c, w, own, sums, lane);
+    return;
+  }
+  for (; ahead < STAGES; ahead++) reader.fill(c, w, own, lane);
+  multiply(c, w, reader, own, sums, up_table, down_table, x, warp, lane);
 }

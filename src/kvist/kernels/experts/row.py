@@ -21,8 +21,8 @@ from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-SLOTS = 36
-THREADS = 32 * (WARPS + 2)
+STAGES = 3
+THREADS = 32 * (WARPS + 1)
 ROW_WARPS = 8
 MOST_EXPERTS = 384
 MOST_CHOSEN = 16
@@ -144,7 +144,7 @@ def experts_row(
         experts, router.k, blocks, *cut.shares, cut.slots, int(router.normalise), limit, router.temperature, router.scale,
     )  # fmt: skip
     inputs = max(2 * d, -(-cut.shares[2] // WARPS) * WARPS * 256)
-    room = SLOTS * (CODES + 256 + 16) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
+    room = WARPS * STAGES * (CODES + 256) + _OWN_BYTES + inputs + cut.slots * WARPS * 256 + 4 * (cut.shares[0] + cut.shares[2])
     if room > MOST_SHARED_BYTES:
         raise ValueError(
             f"blocks would need {room} bytes of shared memory, at most {MOST_SHARED_BYTES}; use run_bank and run_shared"

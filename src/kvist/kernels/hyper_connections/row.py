@@ -64,10 +64,10 @@ class Head(NamedTuple):
     hc_eps: float
     norm_eps: float
 
-    def call(self, mix: Mix, normed: Tensor | None = None, quantised: Tensor | None = None) -> StreamsCall:
-        """The kernels' structure: coefficients go to `mix`, the normed row and the same quantised to the tensors given."""
+    def call(self, mix: Mix | None, normed: Tensor | None = None, quantised: Tensor | None = None) -> StreamsCall:
+        """The kernels' structure: where coefficients, the normed row, and the same quantised go; none of them must be made."""
         p = self.passed
-        tensors = (p.h_ND, p.squares, p.sums, self.norm_D, self.base_F, self.scale_3, normed, quantised, *mix)
+        tensors = (p.h_ND, p.squares, p.sums, self.norm_D, self.base_F, self.scale_3, normed, quantised, *(mix or (None,) * 3))
         return StreamsCall(
             *(None if t is None else t.data_ptr() for t in tensors), p.h_ND.shape[1], len(p.squares), self.iterations,
             self.norm_eps, self.hc_eps,

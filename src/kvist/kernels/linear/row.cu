@@ -4,8 +4,8 @@
 // Panels that blocks share are left as parts, which whoever reads them adds in their order: bits never depend on timing. What stands
 // before the product (norm, quantiser, sum of parts) is done by every block for itself. Knows no layers.
 
-static const int SLOTS = 24;
-static const int THREADS = 32 * (WARPS + 1);  // one warp brings weights
+static const int STAGES = 3;
+static const int THREADS = 32 * WARPS;
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
 static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
 static const int TOGETHER = 6;    // parts that are read at once
@@ -132,16 +132,19 @@ __device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, i
     wait_for_launch();
     float one[D_STEPS][4];
     norm_row(one, x, w, c.streams, thread, !streams);
-    if (streams) return true;
-    part_sums(c.streams, room + (thread >> 5) * 32, thread >> 5, 8, thread & 31);
-    group_barrier(1, ROW_THREADS);
-    if (thread < 32) coefficients(c.streams, room, 8, thread);
-    return false;
+    return streams;
   }
   if (KIND == PARTS) {
     wait_for_launch();
     if (blockIdx.x == c.blocks + 1) {
       write_entry(c, room, thread);
+      return false;
+    }
+    // Nobody needs the coefficients before the next pass: here they are made beside the longest product.
+    if (blockIdx.x == c.blocks + 2) {
+      part_sums(c.streams, room + (thread >> 5) * 32, thread >> 5, 8, thread & 31);
+      group_barrier(1, ROW_THREADS);
+      if (thread < 32) coefficients(c.streams, room, 8, thread);
       return false;
     }
     inputs_from_parts(c, x, room, thread, !streams);
@@ -167,54 +170,41 @@ __device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, i
 template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
   extern __shared__ u8 raw[];
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
-  u8* x = raw + SLOTS * (CODES + 16);
+  u8* x = raw + WARPS * STAGES * CODES;
   float* room = (float*)(x + 2 * c.inputs);
   float* sums_of_warps = room + 256;
   int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
   bool streams = block < c.blocks;
   if (!streams) first = end = 0;
-  Ring<SLOTS, CODES> ring;
-  ring.open(raw, raw + SLOTS * CODES, warp == WARPS ? 0 : warp);
+  Ring<STAGES, CODES> ring;
+  ring.open(raw, warp);
+  int unit = first + warp, next = unit;
+#pragma unroll 1
+  for (int s = 1; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, nullptr, lane);
   let_next();
   int panel = first / c.chunks, slots = first < end ? (end - 1) / c.chunks - panel + 1 : 0;
   u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
-  if (warp == WARPS) {
-    if (!streams) return;
-    int number = 0, all = end - first;
-    if (lane == 0) {
-      ring.make();
 #pragma unroll 1
-      for (; number < min(SLOTS, all); number++) ring.fill(number, c.codes + (i64)(first + number) * CODES, nullptr);
-    }
-    __syncwarp();
-    __syncthreads();
-    if (lane) return;
-#pragma unroll 1
-    for (; number < all; number++) ring.fill(number, c.codes + (i64)(first + number) * CODES, nullptr);
-    if (c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, block, c.blocks);
-    return;
-  }
-#pragma unroll 1
-  for (int i = thread; i < end - first; i += 32 * WARPS) table[i] = __ldg(c.scales + first + i);
+  for (int i = thread; i < end - first; i += THREADS) table[i] = __ldg(c.scales + first + i);
   if (thread < ROW_THREADS) {
     if (!take_inputs<KIND>(c, x, room, first, thread, streams)) return;
   } else if (!streams) return;
   __syncthreads();
 
-  int unit = first + warp;
 #pragma unroll 1
   for (int slot = 0; slot < slots; slot++, panel++) {
     int stop = min(end, (panel + 1) * c.chunks);
     Sums sums = {};
 #pragma unroll 1
-    for (; unit < stop; unit += WARPS) {
-      add_fp8(sums, ring.arrived(), table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
-      ring.free(lane);
-      ring.advance(WARPS);
+    for (; unit < stop; unit += WARPS, next += WARPS) {
+      const u8* chunk = ring.arrived();
+      ring.fill(next < end, c.codes + (i64)next * CODES, nullptr, lane);
+      add_fp8(sums, chunk, table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
     }
     keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
   }
-  group_barrier(2, 32 * WARPS);
+  if (thread == 0 && c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, block, c.blocks);
+  __syncthreads();
   for (int i = thread; i < slots * 64; i += 32 * WARPS) {
     float total = 0.f;
 #pragma unroll

@@ -19,8 +19,8 @@ from kvist.kernels.device.row import CODES, WARPS, Ahead, Parts, blocks_of, most
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-SLOTS = 24
-THREADS = 32 * (WARPS + 1)
+STAGES = 3
+THREADS = 32 * WARPS
 ROW_THREADS = 256
 MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
 MOST_SHARED_BYTES = 220 << 10
@@ -105,7 +105,7 @@ def _launch(
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
-    room = SLOTS * (CODES + 16) + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
+    room = WARPS * STAGES * CODES + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
     build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
     return out if whole else Parts(out, chunks, share)
 
@@ -131,27 +131,28 @@ def product_row(
 
 def product_of_streams(
     head: Head, weight: PanelWeight, *, ahead: Ahead | None = None, build: Build = built, blocks: int | None = None
-) -> tuple[Parts, Mix, Tensor, Tensor]:
-    """Norm and quantise a collapse, then the product: its parts, the sublayer's coefficients, the normed row, and quantised."""
-    mix, h = head.empty_mix(), head.passed.h_ND
+) -> tuple[Parts, Tensor, Tensor]:
+    """Norm and quantise a collapse, then the product: its parts, the normed row, and quantised."""
+    h = head.passed.h_ND
     normed, quantised = torch.empty_like(h), torch.empty_like(h)
-    streams = head.call(mix, normed, quantised)
+    streams = head.call(None, normed, quantised)
     parts = _launch("from_streams", weight, False, 1, ahead, build, blocks, {}, {"streams": streams})
     assert isinstance(parts, Parts)
-    return parts, mix, normed, quantised
+    return parts, normed, quantised
 
 
 def product_of_parts(
-    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, *, ahead: Ahead | None = None,
+    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, head: Head, *, ahead: Ahead | None = None,
     build: Build = built, blocks: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Mix]:  # fmt: skip
     """The first I sums of `parts`, rounded, normed and quantised, times the weight; what lies behind them becomes a window entry.
 
-    Gives bfloat16 [1,O] and the quantised inputs [1,I].
+    Gives bfloat16 [1,O], the quantised inputs [1,I], and the coefficients of `head`, which are made beside the product.
     """
     width = parts.sums.shape[1] - weight.inputs
     if entry.norm_C.shape != (width,) or width % 32 or width > 2 * ROW_THREADS:
         raise ValueError(f"{width} sums behind {weight.inputs} inputs; an entry takes a multiple of 32 up to {2 * ROW_THREADS}")
+    mix = head.empty_mix()
     rank = torch.empty(1, weight.inputs, dtype=torch.bfloat16, device=norm_I.device)
     pointers: dict[str, Tensor | None] = {
         "parts": parts.sums, "norm": norm_I, "rank": rank, "entry_norm": entry.norm_C, "cosines": entry.cos_NP,
@@ -163,6 +164,7 @@ def product_of_parts(
         "pairs": entry.cos_NP.shape[1], "eps": eps, "code_slot": entry.codes.stride(0), "code_cell": entry.codes.stride(1),
         "scale_slot": entry.scales.stride(0), "scale_cell": entry.scales.stride(1),
     }  # fmt: skip
-    out = _launch("from_parts", weight, True, 2, ahead, build, blocks, pointers, numbers)
+    numbers["streams"] = head.call(mix)
+    out = _launch("from_parts", weight, True, 3, ahead, build, blocks, pointers, numbers)
     assert isinstance(out, Tensor)
-    return out, rank
+    return out, rank, mix
