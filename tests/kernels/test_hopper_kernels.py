@@ -23,7 +23,8 @@ from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
-THREADS = {"attend": 512, "combine": 128, "scan": 128, "sift": 256, "choose": 512, "scan_many": 384, "few": 256}
+ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
+THREADS = {**dict.fromkeys(ATTEND, 512), "scan": 128, "sift": 256, "choose": 512, "scan_many": 384, "few": 256}
 THREADS["scan_many_fp8"] = 512
 
 
@@ -37,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
-        attend_kernels._SOURCES: ("attend", "combine"),
+        attend_kernels._SOURCES: ATTEND,
         select_kernels._SOURCES: ("scan", "sift"),
         select_kernels._FEW_SOURCES: ("few",),
         select_kernels._MANY_SOURCES: ("scan_many", "choose"),
@@ -67,7 +68,7 @@ class Memory:
 
     def __init__(self, rows: int, rows_a_page: int, window: int, position: int) -> None:
         pages = -(-rows // rows_a_page)
-        main = 24
+        main = 32
         pool = torch.full((2 * pages, main + rows_a_page * 288), 255, dtype=torch.uint8)
         table = torch.randperm(2 * pages).reshape(2, pages).int()
         codes, scales = pack_main_fp4(torch.randn(2, pages * rows_a_page, 512) * torch.rand(2, pages * rows_a_page, 1) * 3)
@@ -88,9 +89,18 @@ class Memory:
 
 
 @pytest.mark.parametrize(
-    ("heads", "splits", "rotated"), [(7, None, True), (66, 1, False), (66, 3, True), (5, 1, True), (64, None, False)]
+    ("heads", "cut", "rotated"),
+    [
+        (7, None, True),
+        (66, (1, 1), False),
+        (66, (3, 1), True),
+        (5, (1, 2), True),
+        (64, (2, 4), False),
+        (9, (4, 8), True),
+        (33, (1, 8), True),
+    ],
 )
-def test_attention_equals_its_definition(heads: int, splits: int | None, rotated: bool) -> None:
+def test_attention_equals_its_definition(heads: int, cut: tuple[int, int] | None, rotated: bool) -> None:
     """Places without a row, a short window, no key at all, more heads than a tile has."""
     torch.manual_seed(5)
     window, position, queries = 100, 205, 4
@@ -105,7 +115,7 @@ def test_attention_equals_its_definition(heads: int, splits: int | None, rotated
     table = (angle.cos(), angle.sin())
     got = attend_kernels.attend_hopper(
         q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages,
-        topk.to(DEVICE), sink.to(DEVICE), window=window, splits=splits,
+        topk.to(DEVICE), sink.to(DEVICE), window=window, cut=cut,
         rope=(table[0].to(DEVICE), table[1].to(DEVICE)) if rotated else None,
     ).cpu()  # fmt: skip
     assert torch.equal(got[3], torch.zeros_like(got[3]))
@@ -199,6 +209,18 @@ def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int
         rows, blocks = x.want(n, k, pool, publish)
         assert torch.equal(got.topk_NK[n].cpu().long(), rows)
         assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
+
+
+def test_selection_where_the_best_rows_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all shares add up tells little then: most of what is sifted is far below the K-th best."""
+    monkeypatch.setattr(select_kernels, "multiprocessors", lambda _: 4)
+    x, k = Choice(1, 1, 2048, equal=False), 200
+    for page in range(8, 16):
+        start = x.pages.key_scales
+        x.pages.bytes_PB[int(x.pages.table_ST[0, page]), start : start + 128] += 10
+    x.keys[0, 256:512] *= 1024
+    got = select_kernels.select_few(*x.there, rows=2048, k=k)
+    assert torch.equal(got.topk_NK[0].cpu().long(), x.want(0, k, None, 0)[0])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ static const int STAGES = 3;                          // of a warp: tiles under 
 static const int STAGE_BYTES = 32 * 68;               // 32 keys' codes, then their scales
 static const int ENTRIES = 1000;                      // candidate blocks whose places are held
 static const int KEPT = 4096;                         // scores of a share that stay in shared memory
-static const bool FP8 = false;
+static const bool FP8 = true;
 
 __device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u32 b, int keep) {
   asm volatile(
@@ -208,19 +208,19 @@ template <bool POOL, bool PUBLISH> struct Scan {
 
 // Add the highest of this block's bins, `enough` of its scores, to the query's.
 __device__ __noinline__ void add_best(const uint4* mine, u32* to, u32 enough, Shared& s) {
-  int t = threadIdx.x;
-  u32 held[16], sum = 0, all;
+  u32 sum = 0, all;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    uint4 v = mine[t * 4 + i];
-    held[4 * i] = v.x, held[4 * i + 1] = v.y, held[4 * i + 2] = v.z, held[4 * i + 3] = v.w;
+    uint4 v = mine[threadIdx.x * 4 + i];
     sum += v.x + v.y + v.z + v.w;
   }
   u32 higher = above<THREADS>(sum, s.room, &all);
-#pragma unroll
-  for (int i = 15; i >= 0; i--) {
-    if (held[i] && higher < enough) atomicAdd(to + t * 16 + i, held[i]);
-    higher += held[i];
+  if (!sum || higher >= enough) return;
+#pragma unroll 1
+  for (int i = 15; i >= 0 && higher < enough; i--) {
+    u32 x = ((const u32*)mine)[threadIdx.x * 16 + i];
+    if (x) atomicAdd(to + threadIdx.x * 16 + i, x);
+    higher += x;
   }
 }
 // Count this block in; all its writes come before. The count before it, in all threads.
@@ -324,7 +324,7 @@ struct Query {  // a thread's part of a query's heads (channels of unit thread %
 #pragma unroll
     for (int i = 0; i < 512 / THREADS; i++) {
       int head = (t + i * THREADS) >> 4;
-      u32 most = largest_exponent(part[i], unfit);
+      u32 most = largest_exponent(part[i]);
 #pragma unroll
       for (int by = 1; by < 16; by *= 2) most = max(most, __shfl_xor_sync(~0u, most, by));
       most = exponent_taken(most, unfit);
@@ -358,14 +358,24 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
     int to = POOL ? min(x.end, from + ENTRIES * BLOCK) : x.end;
     if (POOL) {
       __syncthreads();
-      // Up to three more than there are, for a warp's 32 keys.
-      for (int i = t; i < (to - from) / BLOCK + 3; i += THREADS) {
-        int place = from + i * BLOCK, block = place < to ? c.pool[(i64)x.n * c.pool_blocks + (place >> 3)] : -1, row = block * BLOCK;
-        bool real = block >= 0 && row < x.sees;
-        int inside = real ? row & ((1 << c.page_shift) - 1) : 0;
+      // Up to three more than there are, for a warp's 32 keys. All ids are asked for, then all pages.
+      int block[4], page[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int place = from + (t + i * THREADS) * BLOCK;
+        block[i] = place < to ? c.pool[(i64)x.n * c.pool_blocks + (place >> 3)] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
         // A block that nobody sees reads the first rows of page 0 and does not count.
-        const u8* base = c.pages + (real ? x.table[row >> c.page_shift] : 0) * c.page_bytes;
-        entries[i] = {base + c.key_codes + inside * 64, c.key_scales - c.key_codes - inside * 60, real ? row : 0x40000000};
+        if (block[i] >= 0 && block[i] * BLOCK >= x.sees) block[i] = -1;
+        page[i] = block[i] < 0 ? 0 : x.table[block[i] * BLOCK >> c.page_shift];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int row = block[i] * BLOCK, inside = block[i] < 0 ? 0 : row & ((1 << c.page_shift) - 1);
+        const u8* codes = c.pages + page[i] * c.page_bytes + (c.key_codes + inside * 64);
+        if (t + i * THREADS < ENTRIES + 3) entries[t + i * THREADS] = {codes, c.key_scales - c.key_codes - inside * 60, block[i] < 0 ? 0x40000000 : row};
       }
       __syncthreads();
     }

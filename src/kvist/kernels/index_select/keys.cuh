@@ -147,17 +147,15 @@ __device__ __forceinline__ void expand_fp8(const Keys& k, u32 (&a)[4][4]) {
     }
   }
 }
-// Of 8 channels of a query (bfloat16); `unfit` if one has more than 3 significant bits.
-__device__ __forceinline__ u32 largest_exponent(uint4 v, bool& unfit) {
-  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32 x = pairs[i >> 1] >> (16 * (i & 1)) & 0x7FFF;
-    most = max(most, x >> 7);
-    unfit |= (x & 31) || (x && x < 128);
-  }
-  return most;
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+  u32 d;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// The largest exponent of 8 channels of a query (bfloat16).
+__device__ __forceinline__ u32 largest_exponent(uint4 v) {
+  u32 most = larger_halves(larger_halves(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu), larger_halves(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
+  return max(most >> 16, most & 0xFFFF) >> 7;
 }
 // What is taken out of a head whose largest exponent is `most`, for any of a head of zeros.
 __device__ __forceinline__ u32 exponent_taken(u32 most, bool& unfit) {
@@ -165,22 +163,23 @@ __device__ __forceinline__ u32 exponent_taken(u32 most, bool& unfit) {
   return most ? most : 130;
 }
 // 8 channels (unit 0 to 15 of a head) to their places in a row of 128 bytes, the head's largest exponent becoming E5M2's largest.
+// `unfit` if one has more than 3 significant bits or is no normal number then.
 __device__ __forceinline__ void put_unit_fp8(u8* tile, int row, int unit, uint4 v, u32 most, bool& unfit) {
   const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+  u32 less = (most - 30) * 0x00040004u, bytes[4], bad = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    // Two numbers of exponent and 2 bits of mantissa; what is less than `less` becomes 0, which only 0 may.
+    u32 x = pairs[i], whole = (x & 0x7FFF7FFFu) >> 5 & 0x03FF03FFu, y = larger_halves(whole, less) - less;
+    bad |= (x & 0x001F001Fu) | (((y + 0x007C007Cu) >> 7 ^ (whole + 0x7FFF7FFFu) >> 15) & 0x00010001u);
+    bytes[i] = y | (x >> 8 & 0x00800080u);
+  }
+  unfit |= bad != 0;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 x = pairs[2 * half + (i >> 1)] >> (16 * (i & 1)) & 0xFFFF;
-      int exponent = (int)(x >> 7 & 255) - (int)most + 30;
-      if (x & 0x7FFF) {
-        unfit |= exponent < 1;
-        word |= ((x >> 8 & 128) | (u32)exponent << 2 | (x >> 5 & 3)) << (8 * i);
-      }
-    }
     // A thread of the left operand holds 32 channels in a row: 4 bytes of each half of each product are one group's.
     int place = 32 * (unit & 3) + 16 * half + 4 * (unit >> 2);
+    u32 word = __byte_perm(bytes[2 * half], bytes[2 * half + 1], 0x6420);
     *(u32*)(tile + row * 128 + ((((place >> 4) ^ (row & 7)) << 4) | (place & 15))) = word;
   }
 }

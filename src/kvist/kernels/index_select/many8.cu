@@ -107,7 +107,7 @@ __device__ __forceinline__ void write_maxima(const Call& c, int line, int sees, 
 __device__ __forceinline__ bool put_head(u8* tile, int row, const uint4* from, float weight, float* scaled) {
   u32 most = 0;
   bool unfit = false;
-  for (int unit = 0; unit < 16; unit++) most = max(most, largest_exponent(from[unit], unfit));
+  for (int unit = 0; unit < 16; unit++) most = max(most, largest_exponent(from[unit]));
   most = exponent_taken(most, unfit);
   for (int unit = 0; unit < 16; unit++) put_unit_fp8(tile, row, unit, from[unit], most, unfit);
   *scaled = scaled_weight(weight, most, unfit);
