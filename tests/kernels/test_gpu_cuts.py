@@ -7,6 +7,7 @@ import torch
 
 from kvist.kernels.device.arrivals import MOST_PARTS, parts_for
 from kvist.kernels.hyper_connections.hopper import RESIDENT, ROWS, STEP, WARPS, parts_of
+from kvist.kernels.sparse_attention.hopper import MOST_SHARES, MOST_TILES, cut_of
 
 CPU = torch.device("cpu")  # counted as an H200: 132 multiprocessors
 
@@ -37,3 +38,20 @@ def test_parts_of_streams_cover_all_channels_once(rows: int, width: int) -> None
     tiles = -(-rows // (ROWS * row_warps))
     programs = tiles * parts * row_warps // WARPS
     assert programs <= max(RESIDENT * 132, tiles)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 10, 11, 80])
+@pytest.mark.parametrize("items", [1, 6, 16, 64, 384])
+def test_shares_of_attention_hold_their_tiles(items: int, tiles: int) -> None:
+    shares, parts = cut_of(items, tiles, 132)
+    assert -(-tiles // shares) <= MOST_TILES
+    assert 1 <= shares <= min(MOST_SHARES, tiles)
+    assert 512 % parts == 0
+
+
+def test_attention_is_cut_as_far_as_the_card_has_room() -> None:
+    """Ten tiles: one query fills it with shares and parts, 64 queries with two blocks each, more queries are not cut."""
+    shares, parts = cut_of(1, 10, 132)
+    assert 20 <= shares * parts <= 132
+    assert cut_of(64, 10, 132) == (2, 1)
+    assert cut_of(384, 10, 132) == (1, 1)

@@ -24,8 +24,15 @@ from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
-THREADS = {**dict.fromkeys(ATTEND, 512), "scan": 128, "sift": 256, "choose": 512, "scan_many": 384, "few": 256}
-THREADS["scan_many_fp8"] = 512
+THREADS = {
+    **dict.fromkeys(ATTEND, 512),
+    "scan": 128,
+    "sift": 256,
+    "choose": 512,
+    "scan_many": 384,
+    "few": 256,
+    "scan_many_fp8": 512,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
         attend_kernels._SOURCES: ATTEND,
-        select_kernels._SOURCES: ("scan", "sift"),
         select_kernels._FEW_SOURCES: ("few",),
         select_kernels._MANY_SOURCES: ("scan_many", "choose"),
         select_kernels._FP8_SOURCES: ("scan_many_fp8",),

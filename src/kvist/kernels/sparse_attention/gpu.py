@@ -150,7 +150,8 @@ def attend_packed(
     if planar and rope is not None:
         raise ValueError("planar queries are rotated by their producer; pass rope or planar, not both")
     scales = ring.scales
-    if tiling is None and not planar and scales is not None and fits(q_NHC, ring.values, pages):
+    keys = window + (0 if topk_NK is None else topk_NK.shape[1])
+    if tiling is None and not planar and scales is not None and fits(q_NHC, ring.values, pages, keys):
         return attend_hopper(q_NHC, ring.values, scales, span_N2, slot_N, pages, topk_NK, sink_H, window=window, rope=rope)
     return _launch(q_NHC, ring, span_N2, slot_N, pages, topk_NK, sink_H, window, rope, tiling, planar=planar)
 
