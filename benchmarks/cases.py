@@ -30,7 +30,8 @@ class TimedCase:
 
     `variants` maps a name to one complete run; all must do the same work. `check` raises `WrongResult` if a variant
     disagrees with the reference. `work` with unit `tokens/s`, `rows/s`, ... is divided by the time; without it the
-    value is the time itself in microseconds. `floor` is the physical limit in the unit of the value.
+    value is the time itself in microseconds. `floor` is the physical limit in the unit of the value; `floor_variant` names a
+    variant whose value is the limit instead, timed in the same rounds, where the limit changes with who else uses the machine.
     `moved_bytes` and `flops` are those of one run and fill the table's rate columns. A run that consists of `calls` equal
     calls (a replayed graph) reports one call: value, floor, work, bytes and operations are those of a call.
     """
@@ -42,6 +43,7 @@ class TimedCase:
     work: float | None = None
     unit: str = "us"
     floor: float | None = None
+    floor_variant: str | None = None
     moved_bytes: float | None = None
     flops: float | None = None
     calls: int = 1
@@ -49,6 +51,10 @@ class TimedCase:
     def __post_init__(self) -> None:
         if self.subject not in self.variants:
             raise ValueError(f"case {self.name}: subject {self.subject!r} is not among {sorted(self.variants)}")
+        if self.floor_variant is not None and (self.floor is not None or self.floor_variant not in self.variants):
+            raise ValueError(
+                f"case {self.name}: the limit is a number or one of {sorted(self.variants)}, got {self.floor_variant!r}"
+            )
         if (self.work is None) != (self.unit == "us"):
             raise ValueError(f"case {self.name}: a rate needs work and a unit, a time (us) neither; got {self.unit!r}")
 

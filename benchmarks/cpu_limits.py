@@ -1,13 +1,11 @@
 """What this machine can do at most, measured where it is asked: memory read and nothing else, integer dot products of registers.
 
-Several runs with as many threads as operators use. Must not know operators.
+With as many threads as operators use. Must not know operators.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,19 +16,9 @@ ROUNDS = 7
 OPERATIONS = 2 * 64 * 1024
 
 
-def seconds_of(run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-    """Times of some runs."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return times
-
-
 def memory() -> Tensor:
-    """512 MB that no cache holds, pages of their own."""
-    return torch.randint(0, 2**31 - 1, (1 << 27,), dtype=torch.int32)
+    """512 MB that no cache holds: different positive floats, as int32."""
+    return torch.randint(1 << 23, 2**31 - (1 << 24), (1 << 27,), dtype=torch.int32)
 
 
 def read_all(data: Tensor) -> None:
@@ -40,15 +28,21 @@ def read_all(data: Tensor) -> None:
     native.kvist_read_memory(data.data_ptr(), data.nbytes, threads())
 
 
-def read_times(data: Tensor, times: int) -> None:
-    """Read every byte several times."""
-    for _ in range(times):
+def read_bytes(data: Tensor, nbytes: float) -> None:
+    """Read that many bytes, the data over and over."""
+    whole, rest = divmod(int(nbytes), data.nbytes)
+    for _ in range(whole):
         read_all(data)
+    read_all(data[: rest // data.itemsize])
 
 
-def read_bandwidth(data: Tensor) -> float:
-    """Bytes a second, the median, as what is measured against it: who else reads at the time changes it by a half."""
-    return data.nbytes / statistics.median(seconds_of(lambda: read_all(data)))
+def sum_bytes(data: Tensor, nbytes: float) -> None:
+    """The same by torch's sum, as the limits of `nano-decode-b1` are measured."""
+    values = data.view(torch.float32)
+    whole, rest = divmod(int(nbytes), data.nbytes)
+    for _ in range(whole):
+        values.sum()
+    values[: rest // data.itemsize].sum()
 
 
 def dot_rate(count: int = 2048) -> float:
@@ -57,4 +51,9 @@ def dot_rate(count: int = 2048) -> float:
     assert native is not None, "there is nothing native to measure without a C compiler"
     if not native.kvist_integer_dots(1, 1):
         return 0.0
-    return count * OPERATIONS / min(seconds_of(lambda: native.kvist_integer_dots(count, threads())))
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        native.kvist_integer_dots(count, threads())
+        times.append(time.perf_counter() - start)
+    return count * OPERATIONS / min(times)

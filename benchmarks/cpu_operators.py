@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Benchmark, Case, Options, TimedCase, WrongResult
-from benchmarks.cpu_limits import dot_rate, memory, read_all, read_bandwidth, read_times
+from benchmarks.cpu_limits import dot_rate, memory, read_bytes, sum_bytes
 from benchmarks.cpu_wide_model import active_bytes, is_whole, wide_model
 from kvist.cache.paged_memory import PagedMemory
 from kvist.engine.session import Sequence, Session
@@ -72,12 +72,16 @@ def _expert_cases(options: Options, block: Tensor) -> Iterator[Case]:
 
         yield TimedCase(
             name=f"FP4 experts {WIDTH} x {HIDDEN} x 3, {rows} row{'s' * (rows > 1)}, {moved / 1e6:.0f} MB in turn",
-            variants={"native": through, "memory read only": lambda: read_all(block[: int(moved) // 4])},
+            variants={
+                "native": through,
+                "memory read only": lambda: read_bytes(block, moved),
+                "torch.sum": lambda: sum_bytes(block, moved),
+            },
             subject="native",
             check=lambda: None,
             work=moved / 1e9,
             unit="GB/s",
-            floor=read_bandwidth(block) / 1e9,
+            floor_variant="memory read only",
             moved_bytes=moved,
         )
 
@@ -119,13 +123,14 @@ def _model_case(options: Options, block: Tensor) -> Iterator[Case]:
         variants={
             "whole layers": lambda: _decode(*one, TOKENS),
             "operators one by one": lambda: _decode(*other, TOKENS),
-            "memory read only": lambda: read_times(block[: int(moved) // 4], TOKENS),
+            "memory read only": lambda: read_bytes(block, moved * TOKENS),
+            "torch.sum": lambda: sum_bytes(block, moved * TOKENS),
         },
         subject="whole layers",
         check=check,
         work=TOKENS,
         unit="tokens/s",
-        floor=read_bandwidth(block) / moved,
+        floor_variant="memory read only",
         moved_bytes=moved * TOKENS,
     )
 

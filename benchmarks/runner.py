@@ -90,8 +90,9 @@ def _measure_case(bench: str, case: Case, options: Options, machine: Machine, co
     timings = interleave(case.variants, options.rounds)
     values = {name: case.value(timing.median) for name, timing in timings.items()}
     peers = {name: value for name, value in values.items() if name != case.subject}
+    floor = case.floor if case.floor_variant is None else values[case.floor_variant]
     row = make_row(
-        machine, bench, case.name, values[case.subject], case.unit, case.better, floor=case.floor, peers=peers,
+        machine, bench, case.name, values[case.subject], case.unit, case.better, floor=floor, peers=peers,
         command=command,
     )  # fmt: skip
     return [_timed_line(case, name, timing, row) for name, timing in timings.items()], row
