@@ -21,6 +21,7 @@ from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
 from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.experts.gpu_bank import GpuBank as GpuBank
+from kvist.kernels.experts.grouped import fits, run_grouped
 from kvist.kernels.linear.gpu import EXPANDED_ROWS, expanded
 
 PLAIN = interpreted()
@@ -43,6 +44,8 @@ class Shape(NamedTuple):
 DECODE = Shape(8, 2, 4, 4, 1024)
 GROUPED = Shape(32, 2, 4, 4)
 PREFILL = Shape(256, 2, 8, 3)
+LAID_ROWS = 40
+"""Choices an expert from which `grouped.cu` is faster: 24 and 48 were measured."""
 FULL_TILE = 64
 """Choices an expert from which wide tiles cost less than many narrow ones (estimated from 24 and 192, measured)."""
 
@@ -222,8 +225,8 @@ def _down(hidden, codes, scales, ids, each, out, arrived, head, expert, first, r
 
 
 @triton.jit
-def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PLAIN: tl.constexpr):
-    """Sum of a row's choices, for wide tiles: what `_down` does with ADD."""
+def _add(each, ids, plus, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PLUS: tl.constexpr, PLAIN: tl.constexpr):
+    """Sum of a row's choices, for wide tiles: what `_down` does with ADD; and of another row with PLUS, rounded then."""
     begin(PLAIN)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * W + tl.arange(0, W)
@@ -231,7 +234,9 @@ def _add(each, ids, out, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PLAI
     for slot in tl.static_range(S):
         there = tl.load(ids + row * S + slot) >= 0
         total += tl.load(each + (row * S + slot) * R + d, mask=there & (d < R), other=0.0).to(tl.float32)
-    tl.store(out + row * R + d, total, mask=d < R)
+    if PLUS:
+        total = rounded(total + tl.load(plus + row * R + d, mask=d < R, other=0.0).to(tl.float32), PLAIN)
+    tl.store(out + row * R + d, total.to(out.dtype.element_ty), mask=d < R)
 
 
 _constant_plans: dict[tuple[int, int, int, torch.device], Plan] = {}
@@ -302,11 +307,14 @@ def gate_up_gpu(x_ND: Tensor, weights_NS: Tensor, plan: Plan, weight: PanelWeigh
     return hidden
 
 
-def sum_choices(each: Tensor, ids_NS: Tensor) -> Tensor:
-    """Each choice's output -> each row's sum, float32; choices of none are not read."""
+def sum_choices(each: Tensor, ids_NS: Tensor, plus_ND: Tensor | None = None) -> Tensor:
+    """Each choice's output -> each row's sum, float32; choices of none are not read. With `plus_ND`: added, rounded."""
     (n, s), width = ids_NS.shape, each.shape[-1]
-    out = torch.empty(n, width, dtype=torch.float32, device=each.device)
-    _add[(n, triton.cdiv(width, 1024))](each, ids_NS, out, S=s, R=width, W=1024, PLAIN=PLAIN, num_warps=4)
+    out = torch.empty(n, width, dtype=torch.float32 if plus_ND is None else torch.bfloat16, device=each.device)
+    _add[(n, triton.cdiv(width, 1024))](
+        each, ids_NS, out if plus_ND is None else plus_ND, out, S=s, R=width, W=1024, PLUS=plus_ND is not None, PLAIN=PLAIN,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -345,9 +353,16 @@ def _parts(programs: int, shape: Shape, weight: PanelWeight) -> int:
     return parts_for(programs, weight.codes.shape[2], shape.programs, device)
 
 
+def groups_pay(choices: int, bank: GpuBank) -> bool:
+    """Whether experts have rows enough for `grouped.cu`, and it takes the bank."""
+    return choices > LAID_ROWS * bank.gate_up.experts and fits(bank)
+
+
 def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """All choices of all rows through one bank, float32 [N,D]."""
     n, choices = len(x_ND), ids_NS.numel()
+    if groups_pay(choices, bank) and form == "fp8":
+        return sum_choices(run_grouped(x_ND, ids_NS, weights_NS, bank, limit), ids_NS)
     shapes = (shape_for(n, choices, bank.gate_up), shape_for(n, choices, bank.down))
     plan = plan_rows(ids_NS, bank.gate_up.experts, shapes[0].tile)
     hidden = gate_up_gpu(x_ND, weights_NS, plan, bank.gate_up, limit, form, shapes[0])
@@ -364,19 +379,41 @@ def run_expanded(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) ->
     return torch.nn.functional.linear(hidden, expanded(bank.down))
 
 
+_shared_choices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _all_to_one(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and weights of rows that all choose expert 0. Made once a size and kept, as `_listed` is."""
+    if (rows, device) not in _shared_choices:
+        refuse_capture(device)
+        ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        _shared_choices[rows, device] = (ids, torch.ones(rows, 1, device=device))
+    return _shared_choices[rows, device]
+
+
 def run_shared(x_ND: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """Every row through the one expert of a bank, [N,D] float32, or bfloat16 where rows are many."""
     n, device = len(x_ND), x_ND.device
     if n >= EXPANDED_ROWS and bank.gate_up.form == bank.down.form == "fp8":
         return run_expanded(x_ND, bank, limit, form)
     shapes = (shape_for(n, n, bank.gate_up), shape_for(n, n, bank.down))
-    ids = torch.zeros(n, 1, dtype=torch.int64, device=device)
+    ids, ones = _all_to_one(n, device)
     if n <= DECODE_ROWS:
         plan = _listed(n, 1, shapes[0].tile, device)
     else:
         plan = plan_rows(ids, 1, shapes[0].tile)
-    hidden = gate_up_gpu(x_ND, torch.ones(n, 1, device=device), plan, bank.gate_up, limit, form, shapes[0])
+    hidden = gate_up_gpu(x_ND, ones, plan, bank.gate_up, limit, form, shapes[0])
     return down_gpu(hidden, ids, plan, bank.down, shapes[1])
+
+
+def run_both(
+    x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, shared: GpuBank, limit: float, form: str | None
+) -> Tensor:
+    """All choices of all rows and the shared expert, summed in float32 and rounded once: bfloat16 [N,D]."""
+    shared_ND = run_shared(x_ND, shared, limit, form)
+    if groups_pay(ids_NS.numel(), bank) and form == "fp8":
+        return sum_choices(run_grouped(x_ND, ids_NS, weights_NS, bank, limit), ids_NS, shared_ND)
+    return torch.add(run_bank(x_ND, ids_NS, weights_NS, bank, limit, form), shared_ND, out=torch.empty_like(x_ND))
 
 
 def experts_gpu(

@@ -23,8 +23,7 @@ from kvist.kernels.device.gpu import begin, early, few, let_next, panel_product,
 from kvist.kernels.quantise import quantise
 
 PLAIN = interpreted()
-FEW_ROWS = 64
-EXPANDED_ROWS = 1024
+EXPANDED_ROWS = 96
 """Rows from which an FP8 weight is expanded first: 3 bytes a weight, 30 us, against products at 60% of cuBLAS's rate."""
 EXPANDED_CHUNKS = 4
 
@@ -129,7 +128,7 @@ def product_expanded(x_NX: Tensor, weight: PanelWeight, groups: int) -> Tensor:
 
 def cut_for(rows: int, weight: PanelWeight, groups: int) -> Cut:
     """The cut for a number of rows. Programs of several panels need whole ones of them in a group."""
-    cut = ONE if rows <= 8 else FEW if rows <= 16 else SOME if rows <= FEW_ROWS else MANY
+    cut = ONE if rows <= 8 else FEW if rows <= 16 else SOME if rows < EXPANDED_ROWS else MANY
     if (weight.outputs // groups) % (64 * cut.panels) == 0:
         return cut
     return cut._replace(panels=1, warps=4)
