@@ -28,7 +28,7 @@ from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.sparse_attention.gpu import WindowRows, attend_packed
 
 CHUNK = 4096
-"""Rows of a pass: many enough that experts are read for 192 rows each, few enough that a pass takes 2 GB beside the weights."""
+"""Rows of a pass: many enough that an expert is read for 192 rows, few enough that a pass takes 1.4 GB beside the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,8 @@ class Prefill:
         """Run checked prompts pass by pass: each one's plan, and float32 logits [finished prompts, V]."""
         cuts = cut(prompts, self.chunk)
         ended: list[torch.cuda.Event] = []
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream())
         coming = self._bring(cuts, ended)
         while coming is not None:
             planned, here, arrived = coming
@@ -116,10 +118,8 @@ class Prefill:
         if self.side is None:
             return planned, self.bringer.derive(planned, self.bringer.send(planned)), None
         if ended:
-            # Its memory has been given back and may be written again here: that pass must have run.
+            # Memory of the pass before the one queued last has been given back and may be written again: it must have run.
             self.side.wait_event(ended.pop(0))
-        else:
-            self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             here = self.bringer.derive(planned, self.bringer.send(planned))
             return planned, here, self.side.record_event()
