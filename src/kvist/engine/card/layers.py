@@ -15,13 +15,13 @@ from kvist.config import LayerSpec, ModelConfig
 from kvist.engine.card.places import Places
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import AttentionWeights, CompressorWeights, IndexerWeights, LayerWeights, MixWeights, MoeWeights
-from kvist.kernels.experts.gpu import run_bank, run_shared
+from kvist.kernels.experts.gpu import run_bank, run_both, run_shared
 from kvist.kernels.group_pool.gpu import pool_rows_gpu
 from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import Entered, pass_gpu
 from kvist.kernels.index_select.gpu import ScanTiling, groups_of, select_packed
 from kvist.kernels.index_select.hopper import fits
-from kvist.kernels.linear.gpu import linear_gpu
+from kvist.kernels.linear.gpu import EXPANDED_ROWS, linear_gpu
 from kvist.kernels.linear.thin_triton import thin_fits, thin_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.routing.gpu import route_gpu
@@ -161,24 +161,20 @@ class Layers:
         """Normed input -> routed and shared outputs, summed in float32 and rounded once, [N,D]."""
         c, quantised = self.config, entered.quantised_ND
         assert quantised is not None
-        beside = self.beside if len(quantised) >= BESIDE_ROWS else None
+        beside = self.beside if BESIDE_ROWS <= len(quantised) < EXPANDED_ROWS else None
         shared_ND = self._shared(w, quantised, beside) if beside is not None else None
         ids_NK, weights_NK = route_gpu(
             entered.h_ND, w.gate, w.bias, w.bias_image, at.text_N, k=w.active, temperature=c.gate_temp,
             normalise=c.norm_topk_prob, scale=c.route_scale,
         )  # fmt: skip
+        if beside is None or shared_ND is None:
+            return run_both(quantised, ids_NK, weights_NK, w.routed, w.shared, c.swiglu_limit, "fp8")
         routed_ND = run_bank(quantised, ids_NK, weights_NK, w.routed, c.swiglu_limit, "fp8")
-        if beside is None:
-            shared_ND = self._shared(w, quantised, None)
-        else:
-            torch.cuda.current_stream().wait_stream(beside)
-        assert shared_ND is not None
+        torch.cuda.current_stream().wait_stream(beside)
         return torch.add(routed_ND, shared_ND, out=torch.empty_like(entered.h_ND))
 
-    def _shared(self, w: MoeWeights, quantised_ND: Tensor, beside: torch.cuda.Stream | None) -> Tensor:
-        """The shared expert's output, on the stream beside if there is one."""
-        if beside is None:
-            return run_shared(quantised_ND, w.shared, self.config.swiglu_limit, "fp8")
+    def _shared(self, w: MoeWeights, quantised_ND: Tensor, beside: torch.cuda.Stream) -> Tensor:
+        """The shared expert's output, on the stream beside."""
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             return run_shared(quantised_ND, w.shared, self.config.swiglu_limit, "fp8")
