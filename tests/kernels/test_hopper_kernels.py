@@ -287,5 +287,18 @@ def test_fp8_products_take_what_they_hold_exactly_and_leave_the_rest(odd: str, m
 
         monkeypatch.setattr(select_kernels, "kernels", without)
     topk, _ = select_kernels.select_many(q, weight, pages, slots, visible, groups, rows=m, k=k)
+    alone = select_kernels.select_few(q[:3], weight[:3], pages, slots[:3], visible[:3], rows=m, k=k).topk_NK
     for n in range(18):
         assert torch.equal(topk[n].cpu().long(), x.want(n, k, None, 0)[0])
+    assert torch.equal(alone, topk[:3])
+
+
+def test_rows_to_verify_choose_as_if_decoded() -> None:
+    """Values whose sums are rounded: both kernels must add in the same order."""
+    x = Choice(1, 6, 500, equal=False)
+    q, weight, pages, slots, visible = x.there
+    q = unpack_mxfp4(*pack_mxfp4(torch.randn(6, 32, 128)), torch.bfloat16).to(DEVICE)
+    weight = torch.randn(6, 32).bfloat16().to(DEVICE)
+    groups = torch.tensor([(0, 6)], dtype=torch.int32, device=DEVICE)
+    topk, _ = select_kernels.select_many(q, weight, pages, slots, visible, groups, rows=500, k=60)
+    assert torch.equal(select_kernels.select_few(q, weight, pages, slots, visible, rows=500, k=60).topk_NK, topk)

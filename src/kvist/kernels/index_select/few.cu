@@ -1,9 +1,9 @@
 // Index selection of queries that share no keys, for Hopper (sm_90a): scores of 32 heads x 128 channels and the exact K best.
 //
-// A block scores a share of a query's keys (keys are the left operand, expanded in registers), writes each score as an ordered number
-// and counts them in 4,096 bins of their leading bits. The best of each share's bins are added up; the last share to do so tells the
-// others which bin the K best surely reach, each block keeps what does, and the last of these picks exactly, ties to the lower id,
-// ascending. Knows no requests and no layers.
+// A block scores a share of a query's keys (keys are the left operand, expanded in registers) with FP8 products, or with bfloat16 ones
+// where a key or the query does not fit, writes each score as an ordered number and counts them in 4,096 bins of their leading bits. The
+// best of each share's bins are added up; the last share to do so tells the others which bin the K best surely reach, each block keeps
+// what does, and the last of these picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
 
 static const int THREADS = 256, WARPS = THREADS / 32;
 static const int TILE = 128, STEP = THREADS;           // keys that a warpgroup takes at once, and all of a block
@@ -11,7 +11,6 @@ static const int STAGES = 3;                          // of a warp: tiles under 
 static const int STAGE_BYTES = 32 * 68;               // 32 keys' codes, then their scales
 static const int ENTRIES = 1000;                      // candidate blocks whose places are held
 static const int KEPT = 4096;                         // scores of a share that stay in shared memory
-static const bool FP8 = true;
 
 __device__ __forceinline__ void product_32(float (&d)[16], const u32* a, u32 b, int keep) {
   asm volatile(
@@ -126,7 +125,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
     }
   }
   // Score and count the share. With FP8 products: whether a key did not fit.
-  template <bool COARSE> __device__ __forceinline__ bool run(u32 queries, const float (&weight)[8]) const {
+  template <bool IN_FP8> __device__ __forceinline__ bool run(u32 queries, const float (&weight)[8]) const {
     u8* ring = s.ring[warp][0];
     // Of 32 keys a lane ends with number lane / 4 + 8 (lane % 4).
     int at = first + warp * 32, mine = (lane >> 2) + 8 * (lane & 3), stage = 0, ahead = at + (STAGES - 1) * STEP, page = page_of(ahead);
@@ -148,7 +147,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
           scales = max(scales, keys.scale[h] - LOWEST_FP8);
         }
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        if (COARSE) {
+        if (IN_FP8) {
           u32 a[4][4];
           expand_fp8(keys, a);
 #pragma unroll
@@ -162,7 +161,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       }
       // A scale below the lowest wraps around.
-      if (COARSE && scales > 2 * WIDE_FP8) bad |= unfit(held, at, first, end, sees, POOL ? entries : nullptr);
+      if (IN_FP8 && scales > 2 * WIDE_FP8) bad |= unfit(held, at, first, end, sees, POOL ? entries : nullptr);
       // The stage read in the last turn is free.
       stage = stage == 0 ? STAGES - 1 : stage - 1;
       if (ahead < end) copy(ahead, page, ring + stage * STAGE_BYTES + lane * 16);
@@ -346,8 +345,8 @@ template <bool PUBLISH> __device__ __forceinline__ void clear_bins(Shared& s) {
     if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
   }
 }
-// Score a share. `coarse`: with FP8 products; false if a key or the query did not fit these.
-template <bool POOL, bool PUBLISH, bool COARSE>
+// Score a share. `IN_FP8`: with FP8 products; false if a key or the query did not fit these.
+template <bool POOL, bool PUBLISH, bool IN_FP8>
 __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, const Query& query) {
   int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   Entry* entries = (Entry*)s.behind;
@@ -382,21 +381,20 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
     Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.table, x.n, from, to, x.sees, warp, lane};
     scan.start();
     if (from == x.first) {
-      if (!COARSE) query.put(s);
+      if (!IN_FP8) query.put(s);
       else if (!query.put_fp8(s, scaled)) fit = false;
     }
-    if (!COARSE) scan.template run<false>(descriptor(s.queries), query.weight);
+    if (!IN_FP8) scan.template run<false>(descriptor(s.queries), query.weight);
     else if (fit && scan.template run<true>(descriptor(s.queries), scaled)) s.unfit = 1;
     if (!POOL) break;
   }
-  if (!COARSE) return true;
+  if (!IN_FP8) return true;
   copies_end();
   __syncthreads();
   return !s.unfit;
 }
 template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_count(const Call& c, Shared& s, const Work& x, const Query& query) {
-  if (!FP8) score<POOL, PUBLISH, false>(c, s, x, query);
-  else if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
+  if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
   __syncthreads();
   int places = c.pool_blocks ? c.pool_blocks * BLOCK : x.sees, blocks = (places + c.share - 1) / c.share;
   // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.

@@ -2,8 +2,8 @@
 
 `select_gpu` takes values as `select` does; `select_packed` reads MXFP4 keys in pages for queries of any requests. Scores are
 float32 sums of exact products (the reference rounds each step to the queries' dtype): choices agree wherever the margin exceeds
-that rounding. On Hopper, prefill's sums are as exact as FP8 units keep them (`keys.cuh`). Must not know requests or layers.
-Shapes as in `ref.py`; G groups of queries that share keys.
+that rounding. On Hopper products are FP8 where that is exact and sums are its units' (`keys.cuh`). Must not know requests or
+layers. Shapes as in `ref.py`; G groups of queries that share keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from kvist.kernels.index_select.scan_triton import join, scan
 MOST_CHANNELS = 256
 MOST_CHOSEN = 4096
 MOST_TOGETHER = 8
-MOST_EXACT = 8
-"""Queries of a group up to which products are bfloat16, as in decode: what is verified must be chosen as if it were decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +119,8 @@ def select_packed(
     if tiling is None and fits(q_NJI, pages, k, block_size, publish_blocks):
         if pool_NB is None and many_fit(q_NJI, groups_G2, k):
             topk, maxima = select_many(
-                q_NJI, weight_NJ, pages, slot_N, visible_N, groups_G2, rows=rows, k=k, publish=publish_blocks > 0,
-                fp8=len(q_NJI) > MOST_EXACT * len(groups_G2),
-            )  # fmt: skip
+                q_NJI, weight_NJ, pages, slot_N, visible_N, groups_G2, rows=rows, k=k, publish=publish_blocks > 0
+            )
             limits = _block_limits(visible_N, block_size)
             return Selection(topk, None if maxima is None else _join(maxima, None, limits, publish_blocks))
         if 0 < len(q_NJI) * _scanned(rows, pool_NB, block_size) <= MOST_SCORES:

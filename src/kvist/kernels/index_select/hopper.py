@@ -1,4 +1,4 @@
-"""Index selection at the released widths on Hopper: when `select.cu` can run, how a call is cut, and its launches.
+"""Index selection at the released widths on Hopper: when its kernels can run, how a call is cut, and its launches.
 
 Must not know requests or layers. Shapes as in `gpu.py`.
 """
@@ -21,27 +21,22 @@ CHANNELS, MOST_HEADS, BLOCK = 128, 32, 8
 BINS = 4096
 MOST_CHOSEN = 4096
 MOST_SCORES = 1 << 26
-"""Scores that `select_hopper` may keep for a call; `scan_triton` keeps none."""
+"""Scores that `select_few` may keep for a call; `scan_triton` keeps none."""
 TILE = 64
-SCANS = 5
-"""Programs of the first kernel that a multiprocessor holds."""
 GROUP = 16
 """Queries that `select_many` scores together."""
 MOST_OF_MANY = 2048
-SIFTED = 4096
-"""Scores a program of the second kernel reads at least."""
-_FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "select.cu")
-_MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "many.cu")
-_FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu")
-_FEW_KERNELS = (("few", 160 << 10),)
 FEW_THREADS, FEW_BLOCKS = 256, 2
 """Threads of a block of `few`, and blocks that a multiprocessor holds."""
 FEW_BYTES = 1024 + 1024 + 16384 + 8192 + 16384 + 8 * 3 * 2176 + 4 * 4096
 """Shared memory of `few` while it scores: alignment, words, bins, queries, places or bins, keys under way, scores."""
 FEW_HELD_AT = 1024 + 1024 + 4096
-_KERNELS = (("scan", 0), ("sift", 0), ("choose", 160 << 10))
-_FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many8.cu")
+"""Where candidates lie in it afterwards."""
+_FOLDER = Path(__file__).parent
+_FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu")
+_FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many_fp8.cu")
+_MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "many.cu")
+_FEW_KERNELS = (("few", 160 << 10),)
 _FP8_KERNELS = (("scan_many_fp8", 72 << 10),)
 _MANY_KERNELS = (("scan_many", 136 << 10), ("choose", 40 << 10))
 
@@ -49,7 +44,7 @@ _MANY_KERNELS = (("scan_many", 136 << 10), ("choose", 40 << 10))
 class _List(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("orders", "bins", "counts", "found", "out")),
-        *((name, ctypes.c_int32) for name in ("stride", "chosen", "room", "share", "shares", "number_shift")),
+        *((name, ctypes.c_int32) for name in ("stride", "chosen", "room", "number_shift")),
     )
 
 
@@ -97,7 +92,7 @@ def _counters_of(n: int) -> int:
 
 
 def _counters(device: torch.device, n: int, lists: int) -> Tensor:
-    """Zeros that `choose` leaves zero: bins, then a count, of each query, for each list. Their users must be ordered."""
+    """Zeros that `few` leaves zero: bins, then a count, of each query, for each list; 8 words a query. Users must be ordered."""
     key = (device, n, lists)
     if key not in _zeroed:
         refuse_capture(device)
@@ -110,7 +105,7 @@ def _number_shift(numbers: int) -> int:
     return max(0, (max(numbers, 1) - 1).bit_length() - 10)
 
 
-def _list(counters: Tensor, at: int, n: int, length: int, k: int, programs: int) -> tuple[_List, Tensor, list[Tensor]]:
+def _list(counters: Tensor, at: int, n: int, length: int, k: int) -> tuple[_List, Tensor, list[Tensor]]:
     """One list of scores to choose from: its structure, its output, what must outlive the launch."""
     device = counters.device
     stride = -(-length // 4) * 4
@@ -118,12 +113,10 @@ def _list(counters: Tensor, at: int, n: int, length: int, k: int, programs: int)
     orders = torch.empty(n * stride, dtype=torch.int32, device=device)
     found = torch.empty(n * room * 2, dtype=torch.int32, device=device)
     out = torch.empty(n, k, dtype=torch.int32, device=device)
-    share = max(SIFTED, -(-length * n // (2 * programs) // 1024) * 1024)
     bins = counters.data_ptr() + 4 * at * _counters_of(n)
     made = _List(
-        orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), stride, k, room, share,
-        -(-length // share), _number_shift(length),
-    )  # fmt: skip
+        orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), stride, k, room, _number_shift(length)
+    )
     return made, out, [orders, found]
 
 
@@ -140,48 +133,6 @@ def _of_pages(pages: DevicePages) -> tuple[int, int, int, int]:
     return pages.table_ST.shape[1], pages.key_codes, pages.key_scales, pages.rows.bit_length() - 1
 
 
-def select_hopper(
-    q_NJI: Tensor,
-    weight_NJ: Tensor,
-    pages: DevicePages,
-    slot_N: Tensor,
-    visible_N: Tensor,
-    *,
-    rows: int,
-    k: int,
-    pool_NB: Tensor | None = None,
-    publish_blocks: int = 0,
-    share: int = 0,
-) -> Selection:
-    """See `gpu.select_packed`; only where `fits`. Every query reads its keys alone. `share`: keys a program (0: chosen)."""
-    n, heads, _ = q_NJI.shape
-    device = q_NJI.device
-    programs = multiprocessors(device)
-    pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
-    scanned = rows if pool is None else pool.shape[1] * BLOCK
-    # One wave: a second one of few programs would double the time.
-    chunk = share or max(256, -(-scanned // max(1, SCANS * programs // n)))
-    chunk = -(-chunk // TILE) * TILE
-    counters = _counters(device, n, 2 if publish_blocks else 1)
-    main, topk, kept = _list(counters, 0, n, scanned, k, programs)
-    main.number_shift = _number_shift(rows)
-    other, blocks = _List(), None
-    if publish_blocks:
-        other, blocks, more = _list(counters, 1, n, -(-rows // BLOCK), publish_blocks, programs)
-        kept += more
-    tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
-    call = _Call(
-        *(t.data_ptr() for t in tensors), None, None, None, None, main, other, pages.page_bytes, n, heads, *_of_pages(pages),
-        0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk, -(-scanned // chunk), 0,
-    )  # fmt: skip
-    found = kernels(_SOURCES, _KERNELS, device.index or 0)
-    found["scan"].launch(call, n * call.shares, 128)
-    found["sift"].launch(call, n * (main.shares + other.shares), 256, overlap=True)
-    shared = max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4)
-    found["choose"].launch(call, n * (2 if publish_blocks else 1), 512, overlap=True, shared_bytes=shared)
-    return Selection(topk, blocks)
-
-
 def select_few(
     q_NJI: Tensor,
     weight_NJ: Tensor,
@@ -194,18 +145,18 @@ def select_few(
     pool_NB: Tensor | None = None,
     publish_blocks: int = 0,
 ) -> Selection:
-    """See `gpu.select_packed`; only where `fits`. Every query reads its keys alone."""
+    """See `gpu.select_packed`; only where `fits`. Queries read their keys alone, in one launch whose programs wait."""
     n, heads, _ = q_NJI.shape
     device = q_NJI.device
     programs = multiprocessors(device)
     pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
     scanned = rows if pool is None else pool.shape[1] * BLOCK
     counters = _counters(device, n, 2 if publish_blocks else 1)
-    main, topk, kept = _list(counters, 0, n, scanned, k, programs)
+    main, topk, kept = _list(counters, 0, n, scanned, k)
     main.number_shift = _number_shift(rows)
     other, blocks = _List(), None
     if publish_blocks:
-        other, blocks, more = _list(counters, 1, n, -(-rows // BLOCK), publish_blocks, programs)
+        other, blocks, more = _list(counters, 1, n, -(-rows // BLOCK), publish_blocks)
         kept += more
     shared = max(FEW_BYTES, FEW_HELD_AT + max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4))
     # All programs of a query run side by side.
@@ -241,11 +192,11 @@ def select_many(
     rows: int,
     k: int,
     publish: bool = False,
-    fp8: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries in groups of up to 16 that share keys: row ids [N,k], and with `publish` ordered block maxima int32 [N,blocks].
 
-    No score is kept but of what may still be chosen. Only where `fits` and `many_fit`.
+    No score is kept but of what may still be chosen. What does not fit FP8 products is left to a second kernel. Only where `fits`
+    and `many_fit`.
     """
     n, heads, _ = q_NJI.shape
     device, groups = q_NJI.device, len(groups_G2)
@@ -259,15 +210,14 @@ def select_many(
     grid = min(groups * shares, programs)
     left = torch.empty(groups * shares, dtype=torch.int32, device=device)
     spill = torch.empty(grid * GROUP * 4096 * 2, dtype=torch.int32, device=device)
-    main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), 0, k, room, 0, 0, _number_shift(rows))
+    main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), 0, k, room, _number_shift(rows))
     other = _List(orders=blocks.data_ptr(), stride=blocks.shape[1])
     tensors, table = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, None), groups_G2.contiguous()
     call = _Call(
-        *(t.data_ptr() for t in tensors), table.data_ptr(), None, left.data_ptr() if fp8 else None, spill.data_ptr(), main, other,
+        *(t.data_ptr() for t in tensors), table.data_ptr(), None, left.data_ptr(), spill.data_ptr(), main, other,
         pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups,
     )  # fmt: skip
-    if fp8:
-        kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)
+    kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)
     rest = kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)
     rest["scan_many"].launch(call, grid, 384)
     rest["choose"].launch(call, n, 512, shared_bytes=room * 8 + k * 4)

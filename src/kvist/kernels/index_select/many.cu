@@ -111,8 +111,8 @@ __device__ void scan_share(const Call& c, u8* shared, Held& b, uint2* spills, Sp
   int stop = min(x.stop, (most + 63) / 64), tile = x.first + wide;
   if (x.first >= stop) return;
   const float* weights = (const float*)(shared + WEIGHTS_AT) + 2 * group;
-  Feed<false> feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, nullptr, most, most, group, GROUPS * 64,
-                   tile * 64 + warp * 16 + (lane >> 2)};
+  Feed feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, most, group, GROUPS * 64,
+            tile * 64 + warp * 16 + (lane >> 2)};
   feed.start();
   for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
     for (int i = 0; i < EPOCH && tile < stop; i++, tile += GROUPS) {

@@ -126,8 +126,8 @@ __device__ __forceinline__ bool scan_share(const Call& c, u8* shared, Held& b, u
   if (x.first >= stop) return false;
   bool unfit = false;
   const float4* weights = (const float4*)(shared + WEIGHTS_AT) + 2 * group;
-  Feed<false> feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, nullptr, most, most, group, GROUPS * 64,
-                   tile * 64 + warp * 16 + (lane >> 2)};
+  Feed feed{c, c.table + (i64)c.slots[x.first_query] * c.table_width, most, group, GROUPS * 64,
+            tile * 64 + warp * 16 + (lane >> 2)};
   feed.start();
   u32 queries = descriptor(shared);
   for (int from = x.first; from < stop; from += EPOCH * GROUPS) {
