@@ -98,9 +98,9 @@ class Company:
         return found
 
     def _each(self, engine: Engine) -> list[Outcome]:
-        """One after the other. No prompt shares more than its begin token with another, so each is cold."""
+        """One after the other. No prompt shares more than a word with another, so each is cold (a replay from 0 is exact)."""
         found = [self._ask(engine, [prompt])[0] for prompt in self.prompts]
-        assert all(outcome.end is not None and outcome.end.usage.cached_tokens == 0 for outcome in found)
+        assert all(outcome.end is not None and outcome.end.usage.cached_tokens <= 2 for outcome in found)
         return found
 
     def compare(self, found: Sequence[Outcome]) -> Compared:

@@ -98,3 +98,23 @@ def test_drafts_are_verified() -> None:
         near(reference, outcome)
     assert watched.engine.metrics.draft_failures == 0
     assert watched.engine.metrics.drafted_tokens > 0
+
+
+def test_a_scored_prompt_has_all_its_logits() -> None:
+    """Every row runs all layers; the rows wanted of a pass are not only prompts' last ones."""
+    of = config(drafts=False)
+    watched, reference = start(of, "off"), model(of, "wide")
+    number = watched.add(Request(prompt=PROMPTS[0], max_tokens=1, ignore_end=True, prompt_logprobs=0))
+    watched.finish(20)
+    outcome = watched.outcomes[number]
+    assert outcome.end is not None
+    scores = outcome.end.prompt_logprobs
+    assert scores is not None
+    full = Session(reference).score(torch.tensor(PROMPTS[0]))
+    assert scores[0] is None
+    for position, score in enumerate(scores[1:], start=1):
+        assert score is not None
+        assert score.token == PROMPTS[0][position]
+        got_V, want_V = outcome.logits[position].cpu(), full[position - 1]
+        assert float((got_V - want_V).norm() / want_V.norm()) < 0.5
+        assert abs(score.logprob - float(got_V.log_softmax(0)[score.token])) < 1e-5
