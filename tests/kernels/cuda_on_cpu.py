@@ -54,6 +54,7 @@ MEANING = {
     "values_64": "multiply(d, 64, nullptr, a, b, 1, true);",
     "values_32": "multiply(d, 32, nullptr, a, b, 1, true);",
     "tell": "*p = x;",
+    "count_up": "return (*p)++;",
     "larger_halves": "return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);",
     "product_32_fp8": "multiply_fp8(d, 32, a, b, keep);",
     "product_fp8": "multiply_fp8(d, 128, a, b, keep);",

@@ -45,6 +45,11 @@ __device__ __forceinline__ void count_if(u32* bins, u32 order) {
                "r"(order)
                : "memory");
 }
+__device__ __forceinline__ u32 count_up(u32* p) {
+  u32 x;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
 // A word that other blocks change, and how one changes it once what it stands for is written.
 __device__ __forceinline__ u32 word_of_others(const u32* p) {
   u32 x;
@@ -222,11 +227,11 @@ __device__ __noinline__ void add_best(const uint4* mine, u32* to, u32 enough, Sh
     higher += x;
   }
 }
-// Count this block in; all its writes come before. The count before it, in all threads.
+// Count this block in: what its threads wrote is seen by whoever sees the count, and what is read afterwards is what those before it
+// wrote (from L2: the first level may hold older lines). The count before it, in all threads.
 __device__ __forceinline__ u32 count_block(u32* counter, Shared& s) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) s.last = atomicAdd(counter, 1);
+  if (threadIdx.x == 0) s.last = count_up(counter);
   __syncthreads();
   return s.last;
 }
@@ -419,7 +424,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   }
   u32 bin, block_bin = 0, last = c.shares - 1;
   if (count_block(&arrivals.scored, s) == last) {
-    __threadfence();
     bin = bin_of(c.rows, n, s);
     if (c.publish) block_bin = bin_of(c.blocks, n, s);
     if (t == 0 && last) {
@@ -448,7 +452,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   if (!picks && t == 0)
     while (word_of_others(&arrivals.sifted) <= last) {}
   __syncthreads();
-  __threadfence();
   for (int blocks = !picks; blocks <= (int)second; blocks++) {
     choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, blocks ? block_bin : bin, held, (u32*)s.bins, s.room, s.cut);
     __syncthreads();
