@@ -31,6 +31,7 @@ MODULES: dict[str, str] = {
     "gpu-experts": "gpu_experts",
     "gpu-expert-cuts": "gpu_expert_cuts",
     "gpu-linear": "gpu_linear",
+    "gpu-row": "gpu_row",
     "gpu-streams": "gpu_streams",
     "gpu-attention": "gpu_attention",
     "gpu-attention-cuts": "gpu_attention_cuts",
