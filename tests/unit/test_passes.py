@@ -59,7 +59,8 @@ def test_windows_are_the_last_entries_before_each_row(half: str, chunk: int) -> 
         arrays = {name: array for name, array in one.arrays.items() if name.startswith(half)}
         position, slot = arrays[f"{half} position"], arrays[f"{half} slot"]
         buffer = np.full((one.cells[half], 2), -1)
-        buffer[arrays[f"{half} carry_to"]] = rings[arrays[f"{half} carry_from"]]
+        source = arrays[f"{half} carry_from"]
+        buffer[arrays[f"{half} carry_to"]] = np.where(source[:, None] >= 0, rings[source], -2)
         buffer[arrays[f"{half} stop"] - 1] = np.stack([slot, position], 1)
         for row in range(len(position)):
             begin = 24 - PLAN.window if slot[row] == 0 else 0
@@ -117,8 +118,9 @@ def test_resumed_prompts_see_the_rings_they_have(total: int, hit: int, deep: int
     one = Prompt.resumed(0, np.arange(total), hit, PLAN.window)
     assert (one.span.start, one.span.decode_from, one.decoder_from) == (hit, deep, held)
     (planned,) = passes([one], 64)
-    assert planned.arrays["encoder carry_from"].tolist() == [at % SIZES.ring for at in range(max(0, hit - 7), hit)]
-    assert len(planned.arrays["decoder carry_from"]) == (min(7, hit) if deep == hit else 0)
+    carried = planned.arrays["encoder carry_from"]
+    assert carried.tolist() == [at % SIZES.ring if at >= 0 else -1 for at in range(hit - 7, hit)]
+    assert planned.arrays["decoder carry_from"].tolist() == (carried.tolist() if deep == hit else [-1] * 7)
 
 
 def test_queries_that_share_keys_are_of_one_request() -> None:

@@ -24,9 +24,9 @@ from kvist.model.layers import inverse_frequencies, rotary_table
 class Half:
     """Rows of one half of the model: where they stand, and what moves between the pass's window buffer and the rings.
 
-    In `at`, spans and cells are those of the buffer, which has `cells` of them; `carry_to` takes the rings' cells `carry_from`,
-    the rings' `keep_to` take the buffer's `keep_from`, which are those of the rows `keep_row` (rings counted as one list of slots
-    x cells).
+    In `at`, spans and cells are those of the buffer, which has `cells` of them. Rings count as one list of slots x cells: their
+    `carry_from` (-1: zeros, which nobody sees) go into the buffer's `carry_to`, the buffer's `keep_from`, which are those of the
+    rows `keep_row`, into their `keep_to`.
     """
 
     at: Places

@@ -18,6 +18,7 @@ from kvist.engine.replay import ReplaySpan
 from kvist.model.rows import Segment
 
 Ints = NDArray[np.int64]
+NONE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,8 @@ def _tokens(name: str, spans: Sequence[tuple[Piece, int, int]], cells: int) -> d
 def _half(name: str, rows: Sequence[tuple[Piece, int, int]], sizes: Sizes) -> dict[str, Ints]:
     """Positions, places in the pass's window buffer and what moves between it and the rings.
 
-    The buffer holds, one request after the other, `window - 1` entries before its rows and the rows' own.
+    The buffer holds, one request after the other, `window - 1` entries before its rows (from ring cell -1 where a window does not
+    reach back so far) and the rows' own.
     """
     kinds = ("position", "slot", "first", "stop", "carry_from", "carry_to", "keep_row", "keep_from", "keep_to")
     parts: dict[str, list[Ints]] = {kind: [np.zeros(0, np.int64)] for kind in kinds}
@@ -185,11 +187,11 @@ def _half(name: str, rows: Sequence[tuple[Piece, int, int]], sizes: Sizes) -> di
         position = np.arange(start, piece.stop)
         own = offset + before + np.arange(count)
         held = min(before, start - held_from)
-        carried = np.arange(start - held, start)
+        carried = np.arange(start - before, start)
         kept = position[max(0, count - sizes.window) :]
         lines = (
             position, np.full(count, slot), np.maximum(own + 1 - sizes.window, offset + before - held), own + 1,
-            slot * sizes.ring + carried % sizes.ring, carried - start + offset + before,
+            np.where(carried >= start - held, slot * sizes.ring + carried % sizes.ring, NONE), offset + np.arange(before),
             kept - start + at, kept - start + offset + before, slot * sizes.ring + kept % sizes.ring,
         )  # fmt: skip
         for kind, line in zip(kinds, lines, strict=True):

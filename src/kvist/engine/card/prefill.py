@@ -26,6 +26,7 @@ from kvist.kernels.hyper_connections.gpu import Entered, leave_gpu
 from kvist.kernels.linear.gpu import linear_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.sparse_attention.gpu import WindowRows, attend_packed
+from kvist.kernels.window_rows.gpu import move_rows_gpu
 
 CHUNK = 4096
 """Rows of a pass: many enough that an expert is read for 192 rows, few enough that a pass takes 1.4 GB beside the weights."""
@@ -245,15 +246,16 @@ class Prefill:
     def _window(self, layer: LayerWeights, half: Half, kv_NC: Tensor, rope: tuple[Tensor, Tensor]) -> WindowRows:
         """Window entries of the pass's rows, behind what the rings hold before them; the newest go into the rings."""
         c, w, index = self.config, layer.attention, layer.spec.index
-        rings = [part[index].flatten(0, 1) for part in (self.state.codes, self.state.scales)]
-        # Cells that nothing is carried to lie in no query's span; zeros, so that no kernel meets a NaN there.
-        held = [torch.zeros(1, half.cells, ring.shape[1], dtype=torch.uint8, device=ring.device) for ring in rings]
-        for buffer, ring in zip(held, rings, strict=True):
-            buffer[0].index_copy_(0, half.carry_to, ring[half.carry_from])
+        codes, scales = (part[index].flatten(0, 1) for part in (self.state.codes, self.state.scales))
+        rings = codes, scales
+        held = codes.new_empty(half.cells, codes.shape[1]), scales.new_empty(half.cells, scales.shape[1])
+        move_rows_gpu(rings, half.carry_from, held, half.carry_to)
         page_N = torch.zeros_like(half.at.cell_N)
-        write_rows(kv_NC, held[0], held[1], page_N, half.at.cell_N, form="fp8", norm=(w.entry_norm, c.norm_eps), table=rope)
-        for buffer, ring in zip(held, rings, strict=True):
-            ring.index_copy_(0, half.keep_to, buffer[0][half.keep_from])
+        write_rows(
+            kv_NC, held[0].unsqueeze(0), held[1].unsqueeze(0), page_N, half.at.cell_N, form="fp8",
+            norm=(w.entry_norm, c.norm_eps), table=rope,
+        )  # fmt: skip
+        move_rows_gpu(held, half.keep_from, rings, half.keep_to)
         # Whatever a query's slot, its window lies in the one buffer.
         codes, scales = (buffer.expand(self.state.slots + 1, -1, -1) for buffer in held)
         return WindowRows(values=codes, scales=scales)
