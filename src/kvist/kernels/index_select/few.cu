@@ -293,8 +293,8 @@ __device__ __noinline__ void sift(const Call& c, const List& list, int n, int fi
   __syncthreads();
 }
 
-struct Work {  // a block's share of a query's keys
-  int n, first, end, sees;
+struct Work {  // a block's share of a query's places (rows, or rows of its pool), whatever the launch was cut for
+  int n, first, end, sees, places, share;
   const int* table;
 };
 struct Query {  // a thread's part of a query's heads (channels of unit thread % 16), and its quad's weights
@@ -401,7 +401,7 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
 template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_count(const Call& c, Shared& s, const Work& x, const Query& query) {
   if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
   __syncthreads();
-  int places = c.pool_blocks ? c.pool_blocks * BLOCK : x.sees, blocks = (places + c.share - 1) / c.share;
+  int blocks = (x.places + x.share - 1) / x.share;
   // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.
   add_best(s.bins, c.rows.bins + (i64)x.n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
   if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)x.n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
@@ -410,14 +410,16 @@ template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_cou
 extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
-  int n = blockIdx.x / c.shares, first = blockIdx.x % c.shares * c.share, t = threadIdx.x;
+  int n = blockIdx.x / c.shares, t = threadIdx.x;
   Query query(c, n);  // depends on nothing and is asked for first
   const int* table = c.table + (i64)c.slots[n] * c.table_width;
-  int sees = min((int)c.visible[n], c.limit), end = min(first + c.share, c.pool_blocks ? c.pool_blocks * BLOCK : sees);
+  int sees = min((int)c.visible[n], c.limit), places = c.pool_blocks ? c.pool_blocks * BLOCK : sees;
+  int share = ((places + c.shares - 1) / c.shares + STEP - 1) / STEP * STEP, first = blockIdx.x % c.shares * share;
+  int end = min(first + share, places);
   uint2* held = (uint2*)((u8*)&s + HELD_AT);
   Progress& arrivals = ((Progress*)c.arrivals)[n];
   if (first < end) {
-    Work x{n, first, end, sees, table};
+    Work x{n, first, end, sees, places, share, table};
     if (c.pool_blocks) score_and_count<true, false>(c, s, x, query);
     else if (c.publish) score_and_count<false, true>(c, s, x, query);
     else score_and_count<false, false>(c, s, x, query);
@@ -440,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
   }
   if (first < end) {
     const u32* orders = c.rows.orders + (i64)n * c.rows.stride + first;
-    sift<false>(c, c.rows, n, first, end, bin, s, c.share <= KEPT ? s.scores : orders, held);
+    sift<false>(c, c.rows, n, first, end, bin, s, share <= KEPT ? s.scores : orders, held);
     int block = first / BLOCK;
     if (c.publish)
       sift<true>(c, c.blocks, n, block, (end + BLOCK - 1) / BLOCK, block_bin, s, c.blocks.orders + (i64)n * c.blocks.stride + block, held);
