@@ -1,12 +1,24 @@
-"""The engine on one GPU through the same code, in its default mode: the shipped model beside the CPU, batches, hits, drafts.
+"""The shipped model on one GPU beside the CPU: its text, its layers, and its replies in every kind of company.
 
 Skipped without a GPU. Bits that do not depend on company are promised on the CPU only: torch's reductions on a card are not
-such, and `deterministic` there is refused.
+such, and `deterministic` there is refused. What is asked instead:
+
+- *Layers* on the CPU's own inputs meet the limits of the golden cases, which one wrong detail breaks: nothing but a rounding or
+  a choice that falls the other way moves a row further, and those are few. Measured on an H200 (median, 99th percentile, worst):
+  float32 9e-8, 2e-7, 0.025; bfloat16 0, 6e-4, 0.015; through the kernels 0, 4e-3, 0.034.
+- *Logits* of a whole text are no further from the CPU's than its own two sets of operators are from each other (float32), or its
+  bfloat16 reference from its float32 (bfloat16), by more than a tenth. Measured: 2.73% of a row's norm where the CPU has 2.76%;
+  3.61% where it has 3.58%; 1.3956, 1.3954 and 1.3967 bits a byte where it has 1.3951.
+- *Greedy replies* part from those alone and cold only where the reply alone hardly preferred its token, and no more often than
+  the CPU's reference does in bfloat16, where sums depend on the batch as well: 21 of 36 replies in 793 tokens over six ways, one
+  token in 17 with drafts at worst, margins up to 0.73. A row among others runs in another tile, whose sums are cut otherwise.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,91 +26,86 @@ import torch
 from kvist.checkpoint import build_model, locate
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine
-from kvist.engine.request import FinishedEvent, Request, TokenEvent
-from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Session
 from kvist.model.numerics import Numerics
-from kvist.model.transformer import Transformer
+from tests.equivalence.card_text import apart, bits_per_byte, layers_apart, nano
+from tests.equivalence.greedy import Company, Compared
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+F32, BF16 = torch.float32, torch.bfloat16
+WAYS = [(F32, "ref"), (BF16, "ref"), pytest.param(BF16, "gpu", marks=needs_triton)]
+# Relative error of a layer's streams on given inputs: median, 90th and 99th percentile, worst. The first three are the golden
+# cases' own limits (float32; bfloat16 with the release's roundings); the worst is a rounding or a choice that fell the other way.
+LAYER_LIMITS = {F32: (1e-6, 2e-6, 4e-6, 0.1), BF16: (0.0061, 0.016, 0.026, 0.1)}
+RATE, MARGIN = 0.1, 2.0
+"""Other tokens per token until then, and by how many logits the reply alone may have preferred its own."""
+
+
+@pytest.mark.parametrize(("dtype", "impl"), WAYS, ids=str)
+def test_layers_on_the_cpus_own_inputs(dtype: torch.dtype, impl: str) -> None:
+    by_layer = layers_apart("cuda", dtype, impl)
+    errors = by_layer.flatten()
+    found = [float(errors.quantile(q)) for q in (0.5, 0.9, 0.99)] + [float(errors.max())]
+    print(f"worst by layer: {[round(worst, 4) for worst in by_layer.max(1).values.tolist()]}")
+    print(f"layers, {dtype} {impl}: median {found[0]:.2e}, p90 {found[1]:.2e}, p99 {found[2]:.2e}, worst {found[3]:.2e}")
+    assert all(value < limit for value, limit in zip(found, LAYER_LIMITS[dtype], strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "impl"), WAYS, ids=str)
+def test_a_text_is_as_probable_as_on_the_cpu(dtype: torch.dtype, impl: str) -> None:
+    native = ("cpu", F32, "cpu")
+    own = apart(("cpu", dtype, "ref"), native)
+    card = apart(("cuda", dtype, impl), native)
+    bits, theirs = bits_per_byte("cuda", dtype, impl), bits_per_byte(*native)
+    print(f"text, {dtype} {impl}: {bits:.4f} bits a byte ({theirs:.4f} on the CPU), {card} where the CPU's own is {own}")
+    assert abs(bits - theirs) < 0.005
+    assert card.median < 1.1 * own.median
+    assert card.p90 < 1.1 * own.p90
+    assert card.same > own.same - 0.02
 
 
 @cache
-def nano_on(device: str, dtype: torch.dtype) -> Transformer:
-    impl = "cpu" if device == "cpu" else "ref"
-    return build_model(locate("nano"), numerics=Numerics(dtype=dtype, impl=impl), device=device)
+def company(dtype: torch.dtype, impl: str) -> Company:
+    return Company(nano("cuda", dtype, impl), rounds=2 if impl == "gpu" else 1)
 
 
-def replies(model: Transformer, prompts: list[list[int]], speculation: str | int) -> list[list[int]]:
-    config = EngineConfig(memory_bytes=1 << 28, context=2048, max_running=8, speculation=speculation)
-    engine = Engine(model, config)
-    greedy = SamplingParams(temperature=0.0)
-    numbers = [engine.add(Request(prompt=p, max_tokens=24, sampling=greedy, ignore_end=True)) for p in prompts]
-    tokens: dict[int, list[int]] = {number: [] for number in numbers}
-    while not engine.idle:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                tokens[event.id] += event.tokens
-            elif isinstance(event, FinishedEvent):
-                assert event.reason == "length"
-    return [tokens[number] for number in numbers]
+def within(found: Compared, what: str) -> None:
+    print(f"{what}: {found}", flush=True)
+    assert found.rate <= RATE
+    assert all(margin < MARGIN for margin in found.margins)
 
 
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(300, 7000, (n,), generator=generator).tolist() for n in (3, 64, 65, 130, 700)]
+@needs_triton
+def test_the_card_repeats_itself() -> None:
+    """Alone and cold once more: bit for bit the same tokens; no result depends on timing."""
+    assert company(BF16, "gpu").again().margins == ()
 
 
-def test_nano_is_as_near_on_the_card_as_two_sets_of_operators_on_the_cpu() -> None:
-    """float32: a rounding that falls the other way moves what follows it, by how much the CPU's own operators show.
-
-    Random tokens, flat distributions: 6.0% of the logits' norm and 0.886 of the best tokens between the CPU's two sets;
-    6.1% and 0.883 to an H200.
-    """
-    line = torch.tensor(prompts()[-1])
-    native = Session(nano_on("cpu", torch.float32), chunk=128).score(line)
-    ref = Session(build_model(locate("nano"), numerics=Numerics()), chunk=128).score(line)
-    card = Session(nano_on("cuda", torch.float32), chunk=128).score(line).cpu()
-
-    def apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-        return float((a - b).norm() / a.norm()), float((a.argmax(1) == b.argmax(1)).float().mean())
-
-    (allowed, alike), (away, same) = apart(native, ref), apart(native, card)
-    print(f"logits {away:.2e} apart ({allowed:.2e} on the CPU), {same:.4f} of {len(line)} best tokens agree ({alike:.4f})")
-    assert away < 1.2 * allowed
-    assert same > alike - 0.03
+@needs_triton
+@pytest.mark.parametrize("way", ["batched", "chunked", "preempted", "hit"])
+def test_company_on_the_cards_runner(way: str) -> None:
+    within(getattr(company(BF16, "gpu"), way)(), way)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_and_speculation_on_the_card(dtype: torch.dtype) -> None:
-    """Five ragged requests with adaptive speculation against each alone without it: greedy tokens agree but for close calls."""
-    model = nano_on("cuda", dtype)
-    together = replies(model, prompts(), "adaptive")
-    alone = [replies(model, [p], "off")[0] for p in prompts()]
-    same = sum(a == b for x, y in zip(together, alone, strict=True) for a, b in zip(x, y, strict=True))
-    total = sum(len(x) for x in alone)
-    print(f"{same} of {total} greedy tokens agree ({dtype})")
-    assert same / total > 0.4
-    assert sum(x[0] == y[0] for x, y in zip(together, alone, strict=True)) > 2
+@needs_triton
+@pytest.mark.parametrize(("drafts", "together"), [(1, False), (5, False), ("adaptive", True)])
+def test_drafts_on_the_cards_runner(drafts: str | int, together: bool) -> None:
+    """A verified row meets the same context in the same order; its products are those of a tile of several rows."""
+    found, accepted = company(BF16, "gpu").drafted(drafts, together=together)
+    within(found, f"{drafts} drafts, {accepted:.2f} of them accepted")
+    assert accepted > 0.1
 
 
-def test_a_prefix_hit_on_the_card() -> None:
-    """The second of two equal prompts finds the first one's pages and says nearly what it said."""
-    prompt = prompts()[-1]
-    engine = Engine(nano_on("cuda", torch.float32), EngineConfig(memory_bytes=1 << 28, context=2048, replay="exact"))
-    said: list[list[int]] = []
-    for _ in range(2):
-        engine.add(Request(prompt=prompt, max_tokens=8, sampling=SamplingParams(temperature=0.0), ignore_end=True))
-        tokens: list[int] = []
-        while not engine.idle:
-            for event in engine.step():
-                if isinstance(event, TokenEvent):
-                    tokens += event.tokens
-                else:
-                    cached = event.usage.cached_tokens
-        said.append(tokens)
-    assert cached > 600
-    assert said[0][0] == said[1][0]
+@needs_triton
+def test_pages_outlive_the_process(tmp_path: Path) -> None:
+    within(company(BF16, "gpu").restarted(tmp_path), "restarted")
+
+
+def test_company_on_torchs_operators() -> None:
+    """Float32, operators launched one by one (80 ms a step): 3 of 6 replies part in 108 tokens, margins up to 0.1."""
+    within(company(F32, "ref").batched(), "batched, float32")
 
 
 def test_deterministic_is_refused_on_the_card() -> None:
