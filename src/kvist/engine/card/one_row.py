@@ -11,7 +11,7 @@ from torch import Tensor
 from kvist.engine.card.layers import Chosen, Layers, Targets
 from kvist.engine.card.places import Places
 from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights, MoeWeights
-from kvist.kernels.device.row import Ahead, Parts, blocks_of, on_hopper
+from kvist.kernels.device.row import Parts, blocks_of, on_hopper
 from kvist.kernels.experts.row import Router, experts_row
 from kvist.kernels.experts.row import fits as experts_fit
 from kvist.kernels.hyper_connections import Mix
@@ -22,8 +22,6 @@ from kvist.kernels.sparse_attention.gpu import attend_packed
 
 Output = Tensor | Parts | None
 """A sublayer's output [1,D], whole or in parts; None before the first."""
-AHEAD_BYTES = 32 << 20
-"""What is fetched into L2 while attention runs: half of L2."""
 
 
 def left(y_ND: Output, x_NSD: Tensor, mix: Mix) -> Tensor:
@@ -78,7 +76,7 @@ class OneRow:
         parts, h_ND, _ = product_of_streams(head, w.enter)
         entry = Entry(w.entry_norm, *rope, ring.values, ring.scales, at.slot_N, at.cell_N)
         q_NX, rank_NQ, mix = product_of_parts(
-            parts, w.query_norm, c.norm_eps, w.query, entry, head, ahead=Ahead.of(w.out_a.codes, AHEAD_BYTES)
+            parts, w.query_norm, c.norm_eps, w.query, entry, head
         )  # fmt: skip
         if w.compressor is not None:
             self.layers.publish(w.compressor, spec, at, h_ND)

@@ -15,8 +15,6 @@ from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.device.panels import PANEL
 from kvist.kernels.device.require import interpreted
 
-WARPS = 8
-"""Warps of a block that multiply."""
 CODES = 4096
 """Bytes of a chunk of a panel's codes, FP4 or FP8."""
 
@@ -37,18 +35,6 @@ class Parts(NamedTuple):
         last = (begin + self.chunks - 1) // self.share - begin // self.share
         there = torch.arange(most, device=self.sums.device).unsqueeze(1) <= last
         return torch.where(there, self.sums, 0.0).sum(0, keepdim=True).bfloat16()
-
-
-class Ahead(NamedTuple):
-    """What later launches will read: the first `nbytes` of a tensor are fetched into L2 as a launch ends."""
-
-    tensor: Tensor
-    nbytes: int
-
-    @staticmethod
-    def of(tensor: Tensor, most: int) -> Ahead:
-        """All of it, up to `most` bytes."""
-        return Ahead(tensor, min(most, tensor.nbytes))
 
 
 def most_parts(chunks: int, share: int) -> int:

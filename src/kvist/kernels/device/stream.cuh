@@ -9,14 +9,13 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-static const int WARPS = 8;           // that multiply
 static const int ROW_THREADS = 256;   // that norm and quantise a row
 static const int CODES = 4096;        // bytes of a chunk: 64 outputs x 128 FP4 or 64 FP8 inputs
 static const int FP4_SCALES = 256;    // bytes of a chunk of FP4
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Barriers in shared memory, and copies that arrive there.
+// Barriers in shared memory, and copies to it.
 __device__ __forceinline__ void barrier_init(u32 at, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count));
 }
@@ -29,31 +28,14 @@ __device__ __forceinline__ void wait(u32 at, int parity) {
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void expect(u32 at, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-// Weights are read once a step: L2 lets them go first, and keeps code, tables and rows.
-__device__ __forceinline__ void bulk_copy(u8* to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ull)
-      : "memory");
-}
 // 16 bytes, past the cache of a multiprocessor.
 __device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
-__device__ __forceinline__ void read_ahead(const u8* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void group_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive_at_group(int name, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -281,8 +263,3 @@ template <int STAGES, int BYTES> struct Ring {
     return at;
   }
 };
-__device__ __forceinline__ void fetch_ahead(const u8* from, i64 bytes, int block, int blocks) {
-  i64 share = bytes / blocks / 16 * 16, at = (i64)block * share;
-#pragma unroll 1
-  for (i64 done = 0; done < share; done += 16384) read_ahead(from + at + done, (u32)min(share - done, (i64)16384));
-}

@@ -31,6 +31,15 @@ struct Call {
   float limit;
 };
 
+// Copies that arrive at a barrier in shared memory, which expects their bytes.
+__device__ __forceinline__ void expect(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(u8* to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // A block's rows of 128 bytes lie swizzled, eight of them in 1,024 bytes.
 __device__ __forceinline__ u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4; }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

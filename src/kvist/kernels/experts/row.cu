@@ -6,10 +6,11 @@
 // from the others' parts in their order; downs are left as parts for the next pass: bits never depend on timing. All blocks must be on
 // the card at once. Knows no layers.
 
-static const int STAGES = 3;
+static const int WARPS = 12;  // that multiply
+static const int STAGES = 2;
 static const int STAGE = CODES + FP4_SCALES;
 static const int THREADS = 32 * (WARPS + 1);  // one warp chooses
-static const int MOST_EXPERTS = 12;  // of a lane
+static const int MOST_EXPERTS = 384;
 static const int MOST_CHOSEN = 16;
 static const int MOST_GATES = 3;     // rows of the router a block
 
@@ -34,9 +35,7 @@ struct Call {
   i64* ids;             // [K]
   float* weights;
   u32* counters;        // logits, panels, exits, then two flags a block: zero before and after
-  const u8* ahead;
   Streams streams;
-  i64 ahead_bytes;
   int width, hidden_width, experts, chosen, blocks, shared_share, routed_share, down_share, slots, normalise;
   float limit, temperature, scale;
 };
@@ -48,7 +47,9 @@ struct Shared {  // of a block, behind the rings
   int ids[MOST_CHOSEN];
   float weights[MOST_CHOSEN];
   float partial[MOST_GATES][ROW_THREADS / 32];
-  float scores[MOST_EXPERTS * 32];
+  float scores[MOST_EXPERTS];
+  u32 keys[MOST_EXPERTS];
+  int found[MOST_CHOSEN];
   u8 barriers[16];  // choice made; hidden rows whole
 };
 
@@ -58,64 +59,58 @@ __device__ __forceinline__ float score_of(float logit) {
   return sqrtf(logit > 20.f ? logit : small);
 }
 
-// The chosen experts, ascending, and their weights, by one warp.
+// The chosen experts, ascending, and their weights, by one warp. All loops are rolled: this code runs once, and comes from far.
 __device__ __forceinline__ void choose(const Call& c, Shared* own, int lane, bool write) {
-  u32 key[MOST_EXPERTS], taken = 0;
   const float* bias = c.text[0] ? c.bias_text : c.bias_image;
   int broken = 0;
+#pragma unroll 1
+  for (int first = lane; first < c.experts; first += 128) {
+    float logit[4], more[4];
 #pragma unroll
-  for (int i = 0; i < MOST_EXPERTS; i++) {
-    int e = i * 32 + lane;
-    if (e < c.experts) own->scores[e] = __ldcg(c.logits + e), key[i] = __float_as_uint(__ldg(bias + e));
+    for (int i = 0; i < 4; i++) {
+      int e = min(first + 32 * i, c.experts - 1);
+      logit[i] = __ldcg(c.logits + e), more[i] = __ldg(bias + e);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int e = first + 32 * i;
+      if (e < c.experts) own->scores[e] = logit[i], own->keys[e] = __float_as_uint(more[i]);
+    }
   }
 #pragma unroll 1
-  for (int e = lane; e < c.experts; e += 32) own->scores[e] = score_of(own->scores[e] / c.temperature);
-#pragma unroll
-  for (int i = 0; i < MOST_EXPERTS; i++) {
-    int e = i * 32 + lane;
-    if (e >= c.experts) {
-      key[i] = 0;
-      continue;
-    }
-    float order = own->scores[e] + __uint_as_float(key[i]) + 0.f;
+  for (int e = lane; e < c.experts; e += 32) {
+    float score = score_of(own->scores[e] / c.temperature), order = score + __uint_as_float(own->keys[e]) + 0.f;
     broken |= order != order;
     u32 bits = __float_as_uint(order);
-    key[i] = max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+    own->scores[e] = score;
+    own->keys[e] = max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
   }
   bool whole = __ballot_sync(0xFFFFFFFF, broken) == 0;
 #pragma unroll 1
   for (int turn = 0; turn < c.chosen; turn++) {
-    u32 best = 0, at = 0xFFFFFFFF;
-#pragma unroll
-    for (int i = 0; i < MOST_EXPERTS; i++) best = max(best, key[i]);
-    best = warp_max(best);
-#pragma unroll
-    for (int i = MOST_EXPERTS - 1; i >= 0; i--)
-      if (key[i] == best) at = i * 32 + lane;
-    at = warp_min(at);
-#pragma unroll
-    for (int i = 0; i < MOST_EXPERTS; i++)
-      if (at == i * 32 + lane) key[i] = 0, taken |= 1u << i;
-  }
-  int before = 0;
-#pragma unroll
-  for (int i = 0; i < MOST_EXPERTS; i++) {
-    bool mine = taken >> i & 1;
-    u32 all = __ballot_sync(0xFFFFFFFF, mine);
-    int place = before + __popc(all & ((1u << lane) - 1));
-    // A row with a NaN weighs nothing.
-    if (mine) own->ids[place] = i * 32 + lane, own->weights[place] = whole ? own->scores[i * 32 + lane] : 0.f;
-    before += __popc(all);
+    u32 best = 0, at = 0;
+#pragma unroll 1
+    for (int e = lane; e < c.experts; e += 32)
+      if (own->keys[e] > best) best = own->keys[e], at = e;
+    u32 highest = warp_max(best);
+    at = warp_min(best == highest ? at : 0xFFFFFFFF);
+    if (at % 32 == lane) own->keys[at] = 0, own->found[turn] = at;
   }
   __syncwarp();
+  int mine = lane < c.chosen ? own->found[lane] : 0, place = 0;
   float sum = 0.f;
-  for (int k = 0; k < c.chosen; k++) sum += own->weights[k];
-  float factor = lane < c.chosen ? own->weights[lane] : 0.f;
-  if (c.normalise) factor = factor / (sum + 1e-20f);
-  __syncwarp();
+  // A row with a NaN weighs nothing.
+  float weight = whole ? own->scores[mine] : 0.f;
+#pragma unroll 1
+  for (int k = 0; k < c.chosen; k++) {
+    int other = own->found[k];
+    place += other < mine;
+    sum += whole ? own->scores[other] : 0.f;
+  }
+  if (c.normalise) weight = weight / (sum + 1e-20f);
   if (lane < c.chosen) {
-    own->weights[lane] = factor * c.scale;
-    if (write) c.ids[lane] = whole ? own->ids[lane] : -1, c.weights[lane] = factor * c.scale;
+    own->ids[place] = mine, own->weights[place] = weight * c.scale;
+    if (write) c.ids[place] = whole ? mine : -1, c.weights[place] = weight * c.scale;
   }
   __syncwarp();
 }

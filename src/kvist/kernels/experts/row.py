@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from kvist.kernels.device.cuda_source import Kernel, kernels
-from kvist.kernels.device.row import CODES, WARPS, Ahead, Parts, blocks_of, counters, most_parts, slots_of
+from kvist.kernels.device.row import CODES, Parts, blocks_of, counters, most_parts, slots_of
 from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-STAGES = 3
+WARPS = 12
+STAGES = 2
 THREADS = 32 * (WARPS + 1)
 ROW_WARPS = 8
 MOST_EXPERTS = 384
@@ -29,11 +30,11 @@ MOST_CHOSEN = 16
 MOST_GATES = 3
 MOST_SLOTS = 16
 MOST_SHARED_BYTES = 226 << 10
-_OWN_BYTES = 4 * (32 + 2 * MOST_CHOSEN + MOST_GATES * ROW_WARPS + MOST_EXPERTS) + 16
+_OWN_BYTES = 4 * (32 + 3 * MOST_CHOSEN + MOST_GATES * ROW_WARPS + 2 * MOST_EXPERTS) + 16
 _POINTERS = (
     "gate", "bias_text", "bias_image", "text", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes",
     "shared_up_scales", "shared_down_codes", "shared_down_scales", "logits", "shared_parts", "routed_parts", "hidden", "out",
-    "ids", "weights", "counters", "ahead",
+    "ids", "weights", "counters",
 )  # fmt: skip
 _COUNTS = (
     "width", "hidden_width", "experts", "chosen", "blocks", "shared_share", "routed_share", "down_share", "slots", "normalise"
@@ -44,7 +45,6 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("streams", StreamsCall),
-        ("ahead_bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in _COUNTS),
         *((name, ctypes.c_float) for name in ("limit", "temperature", "scale")),
     )
@@ -110,7 +110,7 @@ def cut_for(d: int, f: int, k: int, blocks: int, shared: bool) -> Cut:
 
 def experts_row(
     head: Head, router: Router, text_N: Tensor, routed: GpuBank, shared: GpuBank | None, *, limit: float,
-    ahead: Ahead | None = None, build: Callable[[torch.device], dict[str, Kernel]] = built,
+    build: Callable[[torch.device], dict[str, Kernel]] = built,
     blocks: int | None = None,
 ) -> Chosen:  # fmt: skip
     """One row through router, chosen experts and the shared one, if there is one. `text_N` bool [1].
@@ -137,10 +137,10 @@ def experts_row(
     pointers = (
         router.gate_ED, router.bias_text_E, router.bias_image_E, text_N, routed.gate_up.codes, routed.gate_up.scales,
         routed.down.codes, routed.down.scales, *of_shared, logits, shared_parts, routed_parts, hidden, out, ids, weights,
-        counters(routed.gate_up.codes, 3 + 2 * blocks), None if ahead is None else ahead.tensor,
+        counters(routed.gate_up.codes, 3 + 2 * blocks),
     )  # fmt: skip
     call = _Call(
-        *(None if t is None else t.data_ptr() for t in pointers), head.call(mix), 0 if ahead is None else ahead.nbytes, d, f,
+        *(None if t is None else t.data_ptr() for t in pointers), head.call(mix), d, f,
         experts, router.k, blocks, *cut.shares, cut.slots, int(router.normalise), limit, router.temperature, router.scale,
     )  # fmt: skip
     inputs = max(2 * d, -(-cut.shares[2] // WARPS) * WARPS * 256)

@@ -4,7 +4,8 @@
 // Panels that blocks share are left as parts, which whoever reads them adds in their order: bits never depend on timing. What stands
 // before the product (norm, quantiser, sum of parts) is done by every block for itself. Knows no layers.
 
-static const int STAGES = 3;
+static const int WARPS = 8;  // of a block
+static const int STAGES = 4;
 static const int THREADS = 32 * WARPS;
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
 static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
@@ -19,7 +20,6 @@ struct Call {
   u16* out;            // [64 P], or null:
   float* out_parts;    // [parts, 64 P]
   u16* rank;           // the quantised inputs that parts became, or null
-  const u8* ahead;     // what the next launches read, for L2
   // What lies behind the rank in `parts` and becomes a window entry.
   const float* entry_norm;
   const float* cosines;  // [pairs]
@@ -29,7 +29,7 @@ struct Call {
   const int* slot;
   const i64* cell;
   Streams streams;
-  i64 ahead_bytes, code_slot, code_cell, scale_slot, scale_cell;
+  i64 code_slot, code_cell, scale_slot, scale_cell;
   int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs, quantise;
   float eps;
 };
@@ -203,7 +203,6 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
     }
     keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
   }
-  if (thread == 0 && c.ahead_bytes) fetch_ahead(c.ahead, c.ahead_bytes, block, c.blocks);
   __syncthreads();
   for (int i = thread; i < slots * 64; i += 32 * WARPS) {
     float total = 0.f;

@@ -15,20 +15,21 @@ from torch import Tensor
 
 from kvist.kernels.device import PanelWeight
 from kvist.kernels.device.cuda_source import Kernel, kernels
-from kvist.kernels.device.row import CODES, WARPS, Ahead, Parts, blocks_of, most_parts, slots_of
+from kvist.kernels.device.row import CODES, Parts, blocks_of, most_parts, slots_of
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
-STAGES = 3
+WARPS = 8
+STAGES = 4
 THREADS = 32 * WARPS
 ROW_THREADS = 256
 MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
 MOST_SHARED_BYTES = 220 << 10
 _POINTERS = (
-    "codes", "scales", "row", "parts", "norm", "out", "out_parts", "rank", "ahead", "entry_norm", "cosines", "sines",
+    "codes", "scales", "row", "parts", "norm", "out", "out_parts", "rank", "entry_norm", "cosines", "sines",
     "entry_codes", "entry_scales", "slot", "cell",
 )  # fmt: skip
-_STRIDES = ("ahead_bytes", "code_slot", "code_cell", "scale_slot", "scale_cell")
+_STRIDES = ("code_slot", "code_cell", "scale_slot", "scale_cell")
 _COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs",
            "quantise")  # fmt: skip
 
@@ -83,7 +84,7 @@ def _check(kernel: str, weight: PanelWeight) -> None:
 
 
 def _launch(
-    kernel: str, weight: PanelWeight, whole: bool, extra: int, ahead: Ahead | None, build: Build, blocks: int | None,
+    kernel: str, weight: PanelWeight, whole: bool, extra: int, build: Build, blocks: int | None,
     pointers: dict[str, Tensor | None], numbers: dict[str, object],
 ) -> Tensor | Parts:  # fmt: skip
     _check(kernel, weight)
@@ -97,11 +98,8 @@ def _launch(
     else:
         out = torch.empty(most_parts(chunks, share), weight.outputs, dtype=torch.float32, device=device)
     given = {"codes": weight.codes, "scales": weight.scales, "out" if whole else "out_parts": out} | pointers
-    if ahead is not None:
-        given["ahead"] = ahead.tensor
     counts = {
         "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
-        "ahead_bytes": 0 if ahead is None else ahead.nbytes,
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
@@ -112,7 +110,7 @@ def _launch(
 
 def product_row(
     x_NI: Tensor, weight: PanelWeight, *, groups: int = 1, quantised: bool = True, whole: bool = True, quantise: bool = False,
-    ahead: Ahead | None = None, build: Build = built, blocks: int | None = None,
+    build: Build = built, blocks: int | None = None,
 ) -> Tensor | Parts:  # fmt: skip
     """Contiguous bfloat16 [1, G * I] -> bfloat16 [1,O], or its parts. Not `quantised`: the input is, in this launch; `quantise`:
     whole outputs are.
@@ -126,23 +124,23 @@ def product_row(
             f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
         )
     kernel = "from_row" if quantised else "from_row_quantised"
-    return _launch(kernel, weight, whole, 0, ahead, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)})
+    return _launch(kernel, weight, whole, 0, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)})
 
 
 def product_of_streams(
-    head: Head, weight: PanelWeight, *, ahead: Ahead | None = None, build: Build = built, blocks: int | None = None
+    head: Head, weight: PanelWeight, *, build: Build = built, blocks: int | None = None
 ) -> tuple[Parts, Tensor, Tensor]:
     """Norm and quantise a collapse, then the product: its parts, the normed row, and quantised."""
     h = head.passed.h_ND
     normed, quantised = torch.empty_like(h), torch.empty_like(h)
     streams = head.call(None, normed, quantised)
-    parts = _launch("from_streams", weight, False, 1, ahead, build, blocks, {}, {"streams": streams})
+    parts = _launch("from_streams", weight, False, 1, build, blocks, {}, {"streams": streams})
     assert isinstance(parts, Parts)
     return parts, normed, quantised
 
 
 def product_of_parts(
-    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, head: Head, *, ahead: Ahead | None = None,
+    parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, head: Head, *,
     build: Build = built, blocks: int | None = None,
 ) -> tuple[Tensor, Tensor, Mix]:  # fmt: skip
     """The first I sums of `parts`, rounded, normed and quantised, times the weight; what lies behind them becomes a window entry.
@@ -165,6 +163,6 @@ def product_of_parts(
         "scale_slot": entry.scales.stride(0), "scale_cell": entry.scales.stride(1),
     }  # fmt: skip
     numbers["streams"] = head.call(mix)
-    out = _launch("from_parts", weight, True, 3, ahead, build, blocks, pointers, numbers)
+    out = _launch("from_parts", weight, True, 3, build, blocks, pointers, numbers)
     assert isinstance(out, Tensor)
     return out, rank, mix
