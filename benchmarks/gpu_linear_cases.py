@@ -1,6 +1,7 @@
 """Cases of `gpu-linear` (imported only where Triton is): released FP8 projections for one, 16, 64 and 4,096 rows.
 
-Weights are rotated so that L2 holds none; the peer, cuBLAS on bfloat16, reads twice our bytes and decodes nothing.
+Weights are rotated so that L2 holds none; the peer, cuBLAS on bfloat16, reads twice our bytes and decodes nothing. One row on
+Hopper is what a decode step runs (`linear/row.cu`): sums stay in parts where whole panels would not fill the card evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from benchmarks.cases import Options, TimedCase
 from benchmarks.gpu_timing import calls_for, copies_for, floor_us, graphed, require_equal, require_near
 from benchmarks.gpu_weights import random_panels, random_rows
 from kvist.kernels.device import PanelWeight, unpack_panels
-from kvist.kernels.linear.gpu import ONE, Cut, cut_for, product_gpu
+from kvist.kernels.device.pages import multiprocessors
+from kvist.kernels.device.row import Parts, on_hopper
+from kvist.kernels.linear.gpu import ONE, Cut, cut_for, linear_gpu, product_gpu
+from kvist.kernels.linear.row import product_row
 
 SHAPES = {
     "wq_a + wkv": (1792, 5120, 1),
@@ -32,6 +36,25 @@ CUTS = {1: [ONE._replace(programs=264)], 4096: [Cut(128, 2, 0, 8, 3)]}
 def call(groups: int, cut: Cut) -> Callable[[tuple[Tensor, PanelWeight]], Tensor]:
     """One product cut as given."""
     return lambda item: product_gpu(item[0], item[1], groups, cut)
+
+
+def chosen(groups: int, rows: int) -> Callable[[tuple[Tensor, PanelWeight]], Tensor | Parts]:
+    """The product as a pass of so many rows runs it."""
+
+    def run(item: tuple[Tensor, PanelWeight]) -> Tensor | Parts:
+        x_NI, weight = item
+        if rows > 1 or not on_hopper(x_NI):
+            return linear_gpu(x_NI, weight, None, groups)
+        panels, blocks = weight.codes.shape[1], multiprocessors(x_NI.device)
+        even = panels > 0.9 * blocks * -(-panels // blocks)
+        return product_row(x_NI, weight, groups=groups, whole=even or groups > 1)
+
+    return run
+
+
+def summed(out: Tensor | Parts) -> Tensor:
+    """The outputs, where they are in parts."""
+    return out.whole() if isinstance(out, Parts) else out
 
 
 def cublas(groups: int) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
@@ -56,17 +79,18 @@ def case(name: str, shape: tuple[int, int, int], rows: int) -> TimedCase:
     count = min(calls, copies_for(outputs * inputs)) if rows <= 64 else 2
     x = random_rows(rows * groups, inputs, 1).view(rows, -1)
     items = [(x, random_panels("fp8", outputs, inputs, seed=seed)) for seed in range(count)]
-    default = cut_for(rows, items[0][1], groups)
-    runs = {"kvist": call(groups, default)} | {str(tuple(cut)): call(groups, cut) for cut in CUTS.get(rows, [])}
+    cuts = [cut_for(rows, items[0][1], groups), *CUTS.get(rows, [])]
+    runs: dict[str, Callable[[tuple[Tensor, PanelWeight]], Tensor | Parts]] = {"kvist": chosen(groups, rows)}
+    runs |= {str(tuple(cut)): call(groups, cut) for cut in cuts}
     few = [(x, unpack_panels(weight).bfloat16()) for _, weight in items[: max(2, count // 2)]]
 
     def check() -> None:
         want = cublas(groups)((few[0][0].double(), few[0][1].double())).flatten(1)
         for name, run in runs.items():
-            got = run(items[0])
+            got = summed(run(items[0]))
             require_near(name, got, want, 4e-3)
             for _ in range(20):
-                require_equal(f"{name}: repeated", run(items[0]), got)
+                require_equal(f"{name}: repeated", summed(run(items[0])), got)
 
     variants: dict[str, Callable[[], object]] = {name: graphed(run, items, calls) for name, run in runs.items()}
     variants["cuBLAS bf16"] = graphed(cublas(groups), few, calls)
