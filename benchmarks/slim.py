@@ -55,7 +55,6 @@ class Case:
     batch: int
     context: int
     distinct: int
-    overlap: bool = False
     part: str = "decode"
     suffix: int = 0
     place: str = ""
@@ -68,14 +67,14 @@ class Case:
         if self.part == "replay":
             return f"replay, {self.batch} hits of {self.context:,} tokens + {self.suffix:,} new ones; {LABEL}"
         shared = "" if self.distinct == self.batch else f" ({self.distinct} distinct contexts shared by the rows)"
-        beside = ", shared expert beside routed" if self.overlap else ""
         simulated = f", {ACCEPTANCE} tokens a cycle simulated" if self.part == "speculation" else ""
-        return f"{self.part}, {self.batch} x {self.context:,} tokens{shared}{simulated}{beside}; {LABEL}"
+        return f"{self.part}, {self.batch} x {self.context:,} tokens{shared}{simulated}; {LABEL}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a command asked for; `None`: the default list (8K and 128K, batch 1), `every`: all contexts and batches."""
+    """What a command asked for; `None`: the default list (8K and 128K, batch 1), `every`: all contexts and batches; `only`: parts
+    with commas between them."""
 
     only: str | None = None
     context: int | None = None
@@ -84,7 +83,6 @@ class Wanted:
     budget_minutes: float = 8.5
     engram_gb: float | None = None
     again: bool = False
-    overlap: bool = False
     chunk: int | None = None
 
 
@@ -117,8 +115,10 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 def cases_of(config: ModelConfig, wanted: Wanted, device_bytes: float) -> list[Case]:
     """The cases in order. Raises ValueError for a part that there is not, or sizes out of range."""
-    if wanted.only is not None and wanted.only not in PARTS:
-        raise ValueError(f"there is no part {wanted.only!r}; parts: {', '.join(PARTS)}")
+    parts = tuple(wanted.only.split(",")) if wanted.only is not None else PARTS if wanted.every else ("decode",)
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"there is no part {part!r}; parts: {', '.join(PARTS)}")
     if wanted.context is not None:
         least = 2 * (WARM_STEPS + TIMED_STEPS)
         if not least <= wanted.context <= config.max_seq_len:
@@ -127,7 +127,6 @@ def cases_of(config: ModelConfig, wanted: Wanted, device_bytes: float) -> list[C
         raise ValueError(f"--batch is {wanted.batch}; from 1 to {BATCHES[-1]} requests")
     if wanted.chunk is not None and not 128 <= wanted.chunk <= 1 << 15:
         raise ValueError(f"--chunk is {wanted.chunk}; from 128 to {1 << 15} rows")
-    parts = PARTS if wanted.every and wanted.only is None else (wanted.only or "decode",)
     found = [_fitted(config, case, device_bytes) for part in parts for case in _of_part(part, config, wanted)]
     return sorted(found, key=_rank) if wanted.every else found
 
@@ -137,7 +136,7 @@ def _of_part(part: str, config: ModelConfig, wanted: Wanted) -> Iterator[Case]:
     batches: tuple[int, ...] = BATCHES if wanted.every else (1,)
     contexts = contexts if wanted.context is None else (wanted.context,)
     batches = batches if wanted.batch is None else (wanted.batch,)
-    base = Case(batch=1, context=contexts[0], distinct=1, overlap=wanted.overlap, part=part)
+    base = Case(batch=1, context=contexts[0], distinct=1, part=part)
     if part == "prefill":
         yield from (replace(base, context=context) for context in contexts)
     elif part == "replay":

@@ -81,7 +81,7 @@ def measure(weights: CardWeights, case: Case, said: Callable[[str], None]) -> tu
     """
     config, device = weights.config, weights.embed.device
     state = random_state(config, case, device)
-    model = DeviceModel(weights, state, overlap=case.overlap)
+    model = DeviceModel(weights, state)
     held = model.buffers(case.batch)
     first = case.context - WARM_STEPS - TIMED_STEPS
     rows = range(case.batch)

@@ -32,7 +32,7 @@ from kvist.engine.replay import replay_span
 LONG_MS = 3000
 """Prompts that take longer run once; others several times."""
 ROUNDS = 5
-REPLAYS = 8
+REPLAYS = 5
 
 
 def prefill_gate(device: torch.device, said: Callable[[str], None]) -> None:

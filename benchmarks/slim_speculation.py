@@ -44,7 +44,7 @@ def measure_verify(
 ) -> dict[int, float]:
     """Milliseconds of a step by rows a request, at the case's batch and context. Raises `WrongResult`."""
     state = random_state(weights.config, case, weights.embed.device, rows=MOST_ROWS)
-    model = DeviceModel(weights, state, overlap=case.overlap)
+    model = DeviceModel(weights, state)
     found = {}
     for rows in counts:
         held = model.buffers(case.batch, rows)
@@ -78,7 +78,7 @@ def measure_speculation(weights: CardWeights, case: Case, said: Callable[[str], 
     """Loops of about `tokens` tokens a request that end before the case's context: plain, then with the policy."""
     device = weights.embed.device
     state = random_state(weights.config, case, device, rows=MOST_ROWS)
-    model = DeviceModel(weights, state, overlap=case.overlap)
+    model = DeviceModel(weights, state)
     block = weights.config.dspark_block_size
     luck = Luck((RATE,) * block, device)
     runs: dict[str, VerifyPolicy] = {"plain": FixedPolicy(0), "speculative": AdaptivePolicy(block, case.batch)}

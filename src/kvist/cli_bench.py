@@ -21,7 +21,9 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="WORKLOAD", help="v41-flash-slim")],
     only: Annotated[
         str | None,
-        typer.Option(help="decode, verify, speculation, prefill, replay or restore; none: decode, with --all every part"),
+        typer.Option(
+            help="decode, verify, speculation, prefill, replay, restore, or several with commas; none: decode, with --all all"
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option(help="tokens of context; none: 8K and 128K")] = None,
     batch: Annotated[int | None, typer.Option(help="requests that decode together; none: 1")] = None,
@@ -30,9 +32,6 @@ def bench(
     engram_gb: Annotated[
         float | None, typer.Option(help="pinned host memory for Engram tables; none: a quarter of what is free")
     ] = None,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="the shared expert beside the routed ones, on its own stream")
-    ] = False,
     chunk: Annotated[int | None, typer.Option(help="prompt tokens in a pass; none: 16384")] = None,
     again: Annotated[bool, typer.Option("--again", help="measure also what this commit has been measured with")] = False,
 ) -> None:
@@ -49,7 +48,7 @@ def bench(
         raise ValueError(f"there is no benchmarks/ in {here}; run kvist bench in the root of a checkout")
     slim, cases = importlib.import_module("benchmarks.slim"), importlib.import_module("benchmarks.cases")
     options = {"only": only, "context": context, "batch": batch, "every": every, "budget_minutes": budget_minutes}
-    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, overlap=overlap, chunk=chunk)
+    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, chunk=chunk)
     # Long lines: they are kept in logs.
     console = Console(width=None if sys.stdout.isatty() else 400)
     try:

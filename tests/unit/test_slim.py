@@ -104,6 +104,8 @@ def test_one_part_alone() -> None:
     assert [name.split("; ")[0] for name in moved] == [
         f"pages of 131,072 tokens {place}" for place in ("from host memory", "to host memory", "from disk")
     ]
+    two = cases_of(SLIM, Wanted(only="restore,prefill"), H200_BYTES)
+    assert [case.part for case in two] == ["restore"] * 3 + ["prefill"] * 2
     prompts = cases_of(SLIM, Wanted(only="prefill", every=True, batch=4), H200_BYTES)
     assert [(case.batch, case.context) for case in prompts] == [(1, 131072), (1, 1048576), (1, 8192), (1, 524288)]
 
@@ -112,6 +114,7 @@ def test_one_part_alone() -> None:
     ("wanted", "reason"),
     [
         (Wanted(only="training"), "there is no part 'training'; parts: decode, verify"),
+        (Wanted(only="decode,"), "there is no part ''"),
         (Wanted(context=10), "--context is 10; from 104"),
         (Wanted(context=1 << 30), "--context is 1073741824"),
         (Wanted(batch=65), "--batch is 65; from 1 to 64"),

@@ -18,10 +18,11 @@ from torch import Tensor
 from kvist.cache.page_rows import PageRows
 from kvist.cache.record import Buffer
 
-PART_BYTES = 32 << 20
-"""Bytes of a copy: long enough that the host's work for it costs nothing, short enough that the first scatter begins early."""
-READ_PARTS = 4
-"""Parts that a copy's bytes are read in, where they come from a function: each by a thread."""
+PART_BYTES = 64 << 20
+"""Bytes of a copy: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
+READ_PARTS = 2
+"""Parts that a copy's bytes are read in, where they come from a function, each by a thread: readers of few pages wait more than
+they read."""
 READERS = 4
 
 Read = Callable[[int, int], Iterable[Buffer | None]]
@@ -76,8 +77,8 @@ class PageMover:
         # Wide elements: a page is a multiple of 128 bytes.
         self.pool_PB = rows.bytes_PB.view(torch.int64)
         self.lanes = [_Lane(self.part, self.page_bytes, self.device) for _ in range(2)]
-        self._ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._ids_left = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._host_ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._sent = torch.cuda.Event() if self.device.type == "cuda" else None
         self._buffers: list[_HostBuffer] = []
 
     @property
@@ -92,10 +93,14 @@ class PageMover:
         then. Raises ValueError for pages that are not there, or other than the host holds.
         """
         self._require(host_PB, pages)
-        with self._moved(pages) as (ids, lanes):
+        with self._lanes() as lanes:
+            ids: Tensor | None = None
             for first in range(0, len(pages), self.part):
-                part = slice(first, min(first + self.part, len(pages)))
-                self._send(next(lanes), host_PB[part], ids[part])
+                lane, part = next(lanes), slice(first, min(first + self.part, len(pages)))
+                self._copy(lane, host_PB[part])
+                # The first copy is on its way before the page numbers are looked at.
+                ids = self._numbers(pages) if ids is None else ids
+                self._scatter(lane, ids[part])
 
     def restore_from(self, read: Read, pages: Sequence[int]) -> int:
         """The same from any source, read by several threads, up to the first page that is missing; returns how many came."""
@@ -108,12 +113,13 @@ class PageMover:
             first = starts[number]
             return self._buffers[number % len(self._buffers)].fill(read(first, min(first + size, len(pages))))
 
-        count = 0
-        with self._moved(pages) as (ids, lanes), ThreadPoolExecutor(READERS, thread_name_prefix="kvist-restore") as threads:
+        count, ids = 0, self._numbers(pages)
+        with self._lanes() as lanes, ThreadPoolExecutor(READERS, thread_name_prefix="kvist-restore") as threads:
             coming = [threads.submit(filled, number) for number in range(min(READERS, len(starts)))]
             for number, first in enumerate(starts):
                 came, buffer, lane = coming[number].result(), self._buffers[number % len(self._buffers)], next(lanes)
-                self._send(lane, buffer.pages_PB[:came], ids[first : first + came])
+                self._copy(lane, buffer.pages_PB[:came])
+                self._scatter(lane, ids[first : first + came])
                 if buffer.left is not None:
                     buffer.left.record(lane.stream)
                 count += came
@@ -127,7 +133,8 @@ class PageMover:
     def save(self, pages: Sequence[int], host_PB: Tensor) -> None:
         """The pool's `pages` into host pages (as for `restore`); returns when they are there."""
         self._require(host_PB, pages)
-        with self._moved(pages) as (ids, lanes):
+        ids = self._numbers(pages)
+        with self._lanes() as lanes:
             for first in range(0, len(pages), self.part):
                 lane, part = next(lanes), ids[first : first + self.part]
                 with lane.entered():
@@ -138,36 +145,41 @@ class PageMover:
             if lane.stream is not None:
                 lane.stream.synchronize()
 
-    def _send(self, lane: _Lane, host_PB: Tensor, ids: Tensor) -> None:
+    def _copy(self, lane: _Lane, host_PB: Tensor) -> None:
+        with lane.entered():
+            lane.device_PB[: len(host_PB)].copy_(host_PB, non_blocking=True)
+
+    def _scatter(self, lane: _Lane, ids: Tensor) -> None:
         if not len(ids):
             return
         with lane.entered():
-            staged_PB = lane.device_PB[: len(ids)]
-            staged_PB.copy_(host_PB, non_blocking=True)
-            self.pool_PB.index_copy_(0, ids, staged_PB.view(torch.int64))
+            if lane.stream is not None and self._sent is not None:
+                # They may have left after the lanes began; the current stream outlives both.
+                lane.stream.wait_event(self._sent)
+            self.pool_PB.index_copy_(0, ids, lane.device_PB[: len(ids)].view(torch.int64))
 
-    @contextmanager
-    def _moved(self, pages: Sequence[int]) -> Iterator[tuple[Tensor, Iterator[_Lane]]]:
-        """Page numbers on the device, and lanes in turn, behind the current stream's work; what follows there is behind theirs.
-
-        The numbers go up all at once and first: between two large copies of another stream they would wait for both.
-        """
+    def _numbers(self, pages: Sequence[int]) -> Tensor:
+        """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both."""
         numbers = np.asarray(pages, dtype=np.int64)
         bad = numbers[(numbers < 0) | (numbers >= len(self.pool_PB))]
         if len(bad):
             raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
-        if self._ids_left is not None:
-            self._ids_left.synchronize()
-        self._ids[: len(numbers)].numpy()[:] = numbers
-        ids = self._ids[: len(numbers)].to(self.device, non_blocking=True)
-        if self._ids_left is not None:
-            self._ids_left.record()
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._host_ids[: len(numbers)].numpy()[:] = numbers
+        ids = self._host_ids[: len(numbers)].to(self.device, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self.device))
+        return ids
+
+    @contextmanager
+    def _lanes(self) -> Iterator[Iterator[_Lane]]:
+        """Lanes in turn, behind the current stream's work; what follows there is behind theirs."""
         streams = [lane.stream for lane in self.lanes if lane.stream is not None]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-            ids.record_stream(stream)
         try:
-            yield ids, cycle(self.lanes)
+            yield cycle(self.lanes)
         finally:
             for stream in streams:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
