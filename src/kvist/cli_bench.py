@@ -22,7 +22,7 @@ def bench(
     only: Annotated[
         str | None,
         typer.Option(
-            help="decode, verify, speculation, prefill, replay, restore, or several with commas; none: decode, with --all all"
+            help="decode, verify, speculation, prefill, replay, restore, or several with commas; none: decode"
         ),
     ] = None,
     context: Annotated[int | None, typer.Option(help="tokens of context; none: 8K and 128K")] = None,
