@@ -1,0 +1,44 @@
+"""The launches for one row, and for experts of many rows, on a Hopper GPU at released widths, beside the operators for any rows.
+
+Elsewhere it skips and says so; the same sources run on a processor in `test_row_kernels.py` and `test_grouped_experts.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+)
+
+
+def test_projections_of_one_row() -> None:
+    from benchmarks.gpu_row_cases import Projections, case
+
+    case("projections", [Projections(0)]).check()
+
+
+def test_experts_of_one_row() -> None:
+    from benchmarks.gpu_row_cases import Experts, case
+
+    case("experts", [Experts(0)]).check()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (77, 96), (900, 112), (900, 128)])
+def test_experts_of_many_rows(rows: int, width: int) -> None:
+    from benchmarks.gpu_weights import random_panels, random_rows
+    from kvist.kernels.experts.gpu import GROUPED, GpuBank, down_gpu, gate_up_gpu, plan_rows, sum_choices
+    from kvist.kernels.experts.grouped import run_grouped
+
+    d, f, count = 1024, 512, 8
+    bank = GpuBank(random_panels("fp4", 2 * f, d, experts=count, paired=True), random_panels("fp4", d, f, experts=count))
+    x, source = random_rows(rows, d, 1), torch.Generator("cuda").manual_seed(rows)
+    ids = torch.rand(rows, count, device="cuda", generator=source).topk(3, 1).indices.sort(1).values
+    ids[rows // 2, 0] = -1
+    weights = torch.rand(rows, 3, device="cuda", generator=source)
+    plan = plan_rows(ids, count, GROUPED.tile)
+    want = down_gpu(gate_up_gpu(x, weights, plan, bank.gate_up, 10.0, "fp8", GROUPED), ids, plan, bank.down, GROUPED)
+    for _ in range(20):
+        got = sum_choices(run_grouped(x, ids, weights, bank, 10.0, width=width), ids)
+        assert float((got - want).norm() / want.norm()) < 3e-3
