@@ -30,11 +30,14 @@ typedef struct {
 /* Queries of a tile on the integer grid: twice the value in int8, words of 4 even and 4 odd channels of 8, an exponent a group. */
 typedef struct {
     int usable;
-    int32_t *even, *odd;   /* [pairs][width / 8] */
-    int32_t *shift, *bias; /* [pairs][width / 32]: exponent of a unit, 12 times the sum of the group's integers */
+    int32_t *even, *odd;   /* [width / 8] a pair, see `place` */
+    int32_t *shift, *bias; /* [width / 32] a pair: exponent of a unit, 12 times the sum of the group's integers */
     int32_t *scale;        /* 2^(shift - 2) as a step of a float's exponent bits */
     int32_t least, most, spread; /* of all shifts; the widest spread within a pair */
 } grid;
+
+/* Where item i of a pair lies: those of eight pairs side by side, so that one address serves them all. */
+INLINE int64_t place(int64_t pair, int64_t i, int64_t items) { return (pair / 8 * items + i) * 8 + pair % 8; }
 
 /* Per-thread workspace. */
 typedef struct {
@@ -80,9 +83,9 @@ static int grid_queries(const select_job *job, int64_t first, int64_t pairs, gri
         const float *q = job->q + (first * job->shape.heads + p) * width;
         int32_t largest = -1000;
         for (int64_t g = 0; g < groups; g++) {
-            int32_t *shift = out->shift + p * groups + g, sum;
+            int32_t *shift = out->shift + place(p, g, groups), sum;
             if (!grid_group(q + 32 * g, twice, shift, &sum)) return 0;
-            out->bias[p * groups + g] = 12 * sum;
+            out->bias[place(p, g, groups)] = 12 * sum;
             int empty = 1;
             for (int i = 0; i < 32; i++) empty &= twice[i] == 0;
             if (empty) *shift = 1000;
@@ -90,15 +93,15 @@ static int grid_queries(const select_job *job, int64_t first, int64_t pairs, gri
             for (int64_t w = 0; w < 4; w++) {
                 int8_t even[4], odd[4];
                 for (int i = 0; i < 4; i++) even[i] = twice[8 * w + 2 * i], odd[i] = twice[8 * w + 2 * i + 1];
-                memcpy(out->even + p * words + 4 * g + w, even, 4), memcpy(out->odd + p * words + 4 * g + w, odd, 4);
+                memcpy(out->even + place(p, 4 * g + w, words), even, 4), memcpy(out->odd + place(p, 4 * g + w, words), odd, 4);
             }
         }
         int32_t least = 1000, most = -1000;
         for (int64_t g = 0; g < groups; g++) { /* a group of zeros adds nothing whatever its exponent */
-            int32_t *shift = out->shift + p * groups + g;
+            int32_t *shift = out->shift + place(p, g, groups);
             if (*shift == 1000) *shift = largest == -1000 ? 0 : largest;
             least = *shift < least ? *shift : least, most = *shift > most ? *shift : most;
-            out->scale[p * groups + g] = (*shift - 2) * (1 << 23);
+            out->scale[place(p, g, groups)] = (*shift - 2) * (1 << 23);
         }
         out->spread = most - least > out->spread ? most - least : out->spread;
         out->least = least < out->least ? least : out->least, out->most = most > out->most ? most : out->most;
@@ -119,17 +122,17 @@ INLINE int exact_dots(const int P, const grid *q, int64_t pair, int64_t width, c
     for (int64_t g = 0; g < groups; g++) {
         __m512i sum[4];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sum[p] = _mm512_set1_epi32(-q->bias[(pair + p) * groups + g]);
+        for (int p = 0; p < P; p++) sum[p] = _mm512_set1_epi32(-q->bias[place(pair, g, groups) + p]);
         for (int64_t w = 4 * g; w < 4 * g + 4; w++) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
-                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->even[w], _mm512_set1_epi32(q->even[(pair + p) * words + w]));
-                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->odd[w], _mm512_set1_epi32(q->odd[(pair + p) * words + w]));
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->even[w], _mm512_set1_epi32(q->even[place(pair, w, words) + p]));
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->odd[w], _mm512_set1_epi32(q->odd[place(pair, w, words) + p]));
             }
         }
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            __m512i unit = _mm512_add_epi32(keys->exponent[g], _mm512_set1_epi32(q->shift[(pair + p) * groups + g] - 2));
+            __m512i unit = _mm512_add_epi32(keys->exponent[g], _mm512_set1_epi32(q->shift[place(pair, g, groups) + p] - 2));
             least[p] = _mm512_min_epi32(least[p], unit), most[p] = _mm512_max_epi32(most[p], unit);
             __m512i scale = _mm512_slli_epi32(_mm512_add_epi32(unit, _mm512_set1_epi32(127)), 23);
             dots[p] += (v16)_mm512_cvtepi32_ps(sum[p]) * (v16)scale;
@@ -153,18 +156,18 @@ INLINE void near_dots(const int P, const grid *q, int64_t pair, int64_t width, c
     for (int64_t g = 0; g < groups; g++) {
         __m512i sum[8];
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) sum[p] = _mm512_set1_epi32(-q->bias[(pair + p) * groups + g]);
+        for (int p = 0; p < P; p++) sum[p] = _mm512_set1_epi32(-q->bias[place(pair, g, groups) + p]);
 #pragma GCC unroll 4
         for (int64_t w = 4 * g; w < 4 * g + 4; w++) {
 #pragma GCC unroll 8
             for (int p = 0; p < P; p++) {
-                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->even[w], _mm512_set1_epi32(q->even[(pair + p) * words + w]));
-                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->odd[w], _mm512_set1_epi32(q->odd[(pair + p) * words + w]));
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->even[w], _mm512_set1_epi32(q->even[place(pair, w, words) + p]));
+                sum[p] = _mm512_dpbusd_epi32(sum[p], keys->odd[w], _mm512_set1_epi32(q->odd[place(pair, w, words) + p]));
             }
         }
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) { /* exact products: rounded once or twice is the same */
-            __m512i scale = _mm512_add_epi32(keys->scale[g], _mm512_set1_epi32(q->scale[(pair + p) * groups + g]));
+            __m512i scale = _mm512_add_epi32(keys->scale[g], _mm512_set1_epi32(q->scale[place(pair, g, groups) + p]));
             total[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[p]), (__m512)scale, total[p]);
         }
     }
@@ -325,7 +328,7 @@ static void *grab(char **at, int64_t bytes)
 /* A thread's workspace with room for `scores` scores; returns its memory, NULL if there is none. */
 static char *open_room(const select_job *job, workspace *room, int64_t scores)
 {
-    int64_t width = job->shape.width, pairs = job->tile * job->shape.heads, pooled = job->pool_blocks * job->block_size;
+    int64_t width = job->shape.width, pairs = (job->tile * job->shape.heads + 7) / 8 * 8, pooled = job->pool_blocks * job->block_size;
     int64_t most = keeper_room(job->k > job->published ? job->k : job->published);
     scores = scores > pooled + LANES ? scores : pooled + LANES;
     int64_t bytes = 4 * (scores + 2 * LANES * width + 2 * most) + 8 * (pooled + LANES + most) + 64 * pairs + 2 * LANES * width
