@@ -5,8 +5,8 @@ Runs on a GPU with graphs, or anywhere under Triton's interpreter (TRITON_INTERP
 
 Bounds. Given the reference's own inputs, a layer's change of the streams is off by what sums in another order and the roundings
 behind them make of it: the median is held to 0.03 and the worst to 0.2. Logits carry eight layers of such falls and are held to
-0.5, on rows that can be judged: where the reference itself moves by 0.2 or more when it sums in float32, a choice of experts or
-rows hangs on the last bit of a sum. Random weights make such near-ties in every tenth row; at most a quarter of a case's may.
+0.5, on rows that can be judged: where the reference itself moves by 0.2 or more when its sums or the last bits of its streams do,
+a choice of experts or rows is a near-tie, of which random weights make many. At least half of a case's rows must be judged.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def within(both: Beside) -> None:
     print("by layer", [round(max(step.layers[i] for step in steps), 4) for i in range(len(steps[0].layers))])
     assert statistics.median(layers) < 0.03
     assert max(layers) < 0.2
-    assert len(judged) >= 0.75 * len(errors)
+    assert len(judged) >= 0.5 * len(errors)
     assert max(judged) < 0.5
 
 
@@ -133,6 +133,23 @@ def test_a_loop_of_replays_says_what_single_steps_say() -> None:
                 tokens.append(token)
         said.append(tokens)
     assert said[0] == said[1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
+@pytest.mark.parametrize(("contexts", "rows"), [((130, 383, 60), 1), ((130, 383, 60), 4), ((255,), 1)], ids=str)
+def test_a_graph_gives_the_bits_of_its_launches(contexts: tuple[int, ...], rows: int) -> None:
+    """A replay, twice, against the same step launched one by one: nothing in it depends on what runs beside what."""
+    from kvist.engine.card.check import Beside, released_heads_config
+
+    both = Beside(released_heads_config(), contexts, 2, rows=rows, page_tokens=None, device=DEVICE)
+    for number in range(2):
+        batch = both.batch(number)
+        first, again = (both.card.decode(batch)[0].clone() for _ in range(2))
+        both.card.graphs = False
+        launched = both.card.decode(batch)[0].clone()
+        both.card.graphs = True
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+        torch.testing.assert_close(launched, first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("contexts", [(13,), (13, 6)], ids=str)
