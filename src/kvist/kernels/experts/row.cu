@@ -50,7 +50,8 @@ struct Shared {  // of a block, behind the rings
   float scores[MOST_EXPERTS];
   u32 keys[MOST_EXPERTS];
   int found[MOST_CHOSEN];
-  u8 barriers[16];  // choice made; hidden rows whole
+  float rest[64];   // of the last panel of the chosen gate+up: what following blocks add to it
+  u8 barriers[32];  // choice made; hidden rows whole; `rest` there
 };
 
 __device__ __forceinline__ float score_of(float logit) {
@@ -124,10 +125,7 @@ __device__ __forceinline__ void finish(const Call& c, float gate, float up, int 
   float quantised = fake_fp8(value, fp8_scale(warp_max(size_of(value))));
   c.hidden[(i64)expert * c.hidden_width + panel * 32 + lane] = (u16)bfloat_pair(quantised, 0.f);
   __syncwarp();
-  if (lane == 0) {
-    __threadfence();
-    publish(c.counters + PANELS, 1);
-  }
+  if (lane == 0) publish(c.counters + PANELS, 1);
 }
 
 __device__ __forceinline__ float2 sum_of_warps(const float* sums, int lane) {
@@ -266,16 +264,17 @@ __device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared
   if (panel * run.chunks < run.first) {
     *(float2*)(parts + block * 64 + 2 * lane) = whole;
     __syncwarp();
-    if (lane == 0) {
-      __threadfence();
-      publish(flags + block, 1);
-    }
+    if (lane == 0) publish(flags + block, 1);
     return;
   }
   int stop = (panel + 1) * run.chunks, expert = c.chosen;
   if (phase) {
     expert = (u32)panel / (u32)w.up_panels, panel -= expert * w.up_panels;
-    add_following(whole, parts, flags, block, c.routed_share, stop, lane);
+    if (stop > run.end) {
+      wait(shared_address(own->barriers) + 16, 0);
+      float2 rest = *(const float2*)(own->rest + 2 * lane);
+      whole.x += rest.x, whole.y += rest.y;
+    }
   } else if (stop > run.end) return;  // parts of others come as late as these: the warp that chooses finishes such a panel
   finish(c, whole.x, whole.y, expert, panel, phase ? own->weights[expert] : 1.f, lane);
 }
@@ -329,7 +328,6 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
       for (int i = 0; i < ROW_THREADS / 32; i++) sum += own->partial[g][i];
       c.logits[block + g * c.blocks] = sum;
     }
-    __threadfence();
     publish(c.counters + LOGITS, 1);
     while (seen(c.counters + LOGITS) != (u32)c.blocks) {}
   }
@@ -346,6 +344,16 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
     add_following(whole, c.shared_parts, c.counters + FLAGS, block, c.shared_share, stop, lane);
     finish(c, whole.x, whole.y, c.chosen, panel, 1.f, lane);
   }
+  // Other blocks have long left their part of the last panel of the chosen gate+up when this one comes to its end.
+  const Run& chosen = w.routed_up;
+  slot = chosen.slots - 1, panel = chosen.panel + slot, stop = (panel + 1) * chosen.chunks;
+  if (slot >= 0 && panel * chosen.chunks >= chosen.first && stop > chosen.end) {
+    float2 rest = make_float2(0.f, 0.f);
+    add_following(rest, c.routed_parts, c.counters + FLAGS + c.blocks, block, c.routed_share, stop, lane);
+    *(float2*)(own->rest + 2 * lane) = rest;
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(own->barriers) + 16);
+  }
   if (block == c.blocks - 1) {
     part_sums(c.streams, own->scores, 0, 1, lane);
     __syncwarp();
@@ -356,7 +364,6 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
     while (seen(c.counters + PANELS) != all) {}
     arrive(shared_address(own->barriers) + 8);
     // The last block to come here leaves zeros for the next launch: nobody looks at the counters any more.
-    __threadfence();
     if (atomicAdd(c.counters + EXITS, 1u) == (u32)c.blocks - 1) c.counters[LOGITS] = c.counters[PANELS] = c.counters[EXITS] = 0;
   }
 }
@@ -385,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
     reader.open(raw, w, warp);
     for (; ahead < STAGES && reader.fill_shared(c, lane); ahead++) {}
   } else {
-    if (lane == 0) barrier_init(shared_address(own->barriers), 1), barrier_init(shared_address(own->barriers) + 8, 1);
+    if (lane < 3) barrier_init(shared_address(own->barriers) + 8 * lane, 1);
     own->counts[lane] = 0;
   }
   let_next();

@@ -30,7 +30,7 @@ MOST_CHOSEN = 16
 MOST_GATES = 3
 MOST_SLOTS = 16
 MOST_SHARED_BYTES = 226 << 10
-_OWN_BYTES = 4 * (32 + 3 * MOST_CHOSEN + MOST_GATES * ROW_WARPS + 2 * MOST_EXPERTS) + 16
+_OWN_BYTES = 4 * (32 + 3 * MOST_CHOSEN + MOST_GATES * ROW_WARPS + 2 * MOST_EXPERTS + 64) + 32
 _POINTERS = (
     "gate", "bias_text", "bias_image", "text", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes",
     "shared_up_scales", "shared_down_codes", "shared_down_scales", "logits", "shared_parts", "routed_parts", "hidden", "out",
