@@ -22,19 +22,21 @@ __device__ __noinline__ uint2 read_again(const Chooser& x, int i) {
   return make_uint2(order >= x.least ? order : 0, id);
 }
 
-// All threads of a block. Where the list has bins, all candidates reach `bin`. Counters are zero afterwards.
+// All threads of a block. Where the list has bins, all candidates reach `bin`. Counters are zero afterwards. `dry`: as if there were no
+// candidates and none were wanted, nothing is written; the instructions are near then.
 template <int THREADS>
 __device__ __noinline__ void choose_best(const Call& c, const List& list, bool blocks, int n, u32 bin, uint2* held, u32* bins, u32* room,
-                                         u32* cut) {
+                                         u32* cut, bool dry) {
   static const int EACH = 1024 / THREADS;
   int t = threadIdx.x;
   // The first 1,024 candidates are on their way before their number is known.
   const uint2* found = list.found + (i64)n * list.room;
   uint2 early[EACH];
-  u32 count = __ldcg(list.counts + n);
+  u32 count = dry ? 0 : __ldcg(list.counts + n);
+  int wanted = dry ? 0 : list.chosen;
 #pragma unroll
   for (int i = 0; i < EACH; i++) early[i] = __ldcg(found + t + i * THREADS);
-  if (list.bins)
+  if (list.bins && !dry)
 #pragma unroll 1
     for (int i = t; i < BINS / 4; i += THREADS) ((uint4*)(list.bins + (i64)n * BINS))[i] = make_uint4(0, 0, 0, 0);
   Chooser x{c, list, blocks, n, held, bins, room, cut, count > (u32)list.room, max(bin << BIN_SHIFT, 1u)};
@@ -49,12 +51,12 @@ __device__ __noinline__ void choose_best(const Call& c, const List& list, bool b
   }
   auto entry = [&](int i) { return x.again ? read_again(x, i) : held[i]; };
   __syncthreads();
-  if (t == 0) list.counts[n] = 0;
+  if (t == 0 && !dry) list.counts[n] = 0;
   // The K-th's score, some bits at a time as long as they tell apart what is wanted; then, among its equals, the last id that is taken
   // (as ~id: higher is better). First 16 bits at once, counted from the lowest that a candidate can have: most lie in 1,024 of these.
-  u32 value = 0, number = 0, want = list.chosen, base = bin << 4, limit = 1024;
+  u32 value = 0, number = 0, want = wanted, base = bin << 4, limit = 1024;
   int known = 0, shift = list.bins ? 16 : 22;  // Without bins: bits from the highest on.
-  bool ids = false, all = !x.again && length <= list.chosen, more = !all, clip = list.bins;
+  bool ids = false, all = !x.again && length <= wanted, more = !all || dry, clip = list.bins;
 #pragma unroll 1
   while (more) {
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ __noinline__ void choose_best(const Call& c, const List& list, bool b
   }
   int* out = list.out + (i64)n * list.chosen;
 #pragma unroll 1
-  for (u32 i = t; i < (u32)list.chosen; i += THREADS) {
+  for (u32 i = t; i < (u32)wanted; i += THREADS) {
     if (i >= total) {
       out[i] = -1;
       continue;

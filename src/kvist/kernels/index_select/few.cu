@@ -3,7 +3,7 @@
 // A block scores a share of a query's keys (keys are the left operand, expanded in registers) with FP8 products, or with bfloat16 ones
 // where a key or the query does not fit, writes each score as an ordered number and counts them in 4,096 bins of their leading bits. The
 // best of each share's bins are added up; the last share to do so tells the others which bin the K best surely reach, each block keeps
-// what does, and the last of these picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
+// what does, and the one that was ready first picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
 
 static const int THREADS = 256, WARPS = THREADS / 32;
 static const int TILE = 128, STEP = THREADS;           // keys that a warpgroup takes at once, and all of a block
@@ -64,7 +64,11 @@ struct Entry {  // where a candidate block's keys lie
   int scales, first;  // from codes to scales; the first row, or a row that nobody sees
 };
 struct Shared {  // its parts of 1,024 bytes alignment first
-  u32 room[33], cut[3], count, last, unfit, exponents[32], unused[185];
+  u32 room[33], cut[3], count, last, unfit, exponents[32];
+  // The block's share and its query's pages: kept here, as registers are short while it is scored.
+  int first, end, share;
+  const int* table;
+  u32 unused[180];
   uint4 bins[BINS / 4];
   u8 queries[8192];
   // The places of a pool's blocks, or bins of candidate blocks; scores done, candidates lie from `held` on.
@@ -95,7 +99,6 @@ template <bool POOL, bool PUBLISH> struct Scan {
   Shared& s;
   u32* block_bins;
   const Entry* entries;
-  const int* table;
   int n, first, end, sees;  // places of the share; rows that the query sees
   int warp, lane;
 
@@ -116,7 +119,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
       fetch_word(to + 2048 - lane * 12, base + (u32)(c.key_scales + inside * 4 + lane * 4));
     }
   }
-  __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(table + ((u32)place >> c.page_shift)); }
+  __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(s.table + ((u32)place >> c.page_shift)); }
 
   // Start the first copies.
   __device__ __forceinline__ void start() const {
@@ -166,7 +169,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       }
       // A scale below the lowest wraps around.
-      if (IN_FP8 && scales > 2 * WIDE_FP8) bad |= unfit(held, at, first, end, sees, POOL ? entries : nullptr);
+      if (IN_FP8 && scales > 2 * WIDE_FP8) bad |= unfit(held, at, POOL ? first : s.first, end, sees, POOL ? entries : nullptr);
       // The stage read in the last turn is free.
       stage = stage == 0 ? STAGES - 1 : stage - 1;
       if (ahead < end) copy(ahead, page, ring + stage * STAGE_BYTES + lane * 16);
@@ -192,7 +195,7 @@ template <bool POOL, bool PUBLISH> struct Scan {
       if (POOL) here = here && (u32)entries[(at + mine - first) >> 3].first + (mine & 7) < (u32)sees;
       if (!here) order = 0;
       if (at + mine < end) to[(u32)at] = order;
-      kept[at - first & KEPT - 1] = order;
+      kept[at - (POOL ? first : s.first) & KEPT - 1] = order;
       count_if((u32*)s.bins, order);
       if (PUBLISH) {
 #pragma unroll
@@ -294,8 +297,7 @@ __device__ __noinline__ void sift(const Call& c, const List& list, int n, int fi
 }
 
 struct Work {  // a block's share of a query's places (rows, or rows of its pool), whatever the launch was cut for
-  int n, first, end, sees, places, share;
-  const int* table;
+  int n, first, end, sees;
 };
 struct Query {  // a thread's part of a query's heads (channels of unit thread % 16), and its quad's weights
   uint4 part[512 / THREADS];
@@ -373,7 +375,7 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
       for (int i = 0; i < 4; i++) {
         // A block that nobody sees reads the first rows of page 0 and does not count.
         if (block[i] >= 0 && block[i] * BLOCK >= x.sees) block[i] = -1;
-        page[i] = block[i] < 0 ? 0 : x.table[block[i] * BLOCK >> c.page_shift];
+        page[i] = block[i] < 0 ? 0 : s.table[block[i] * BLOCK >> c.page_shift];
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -383,7 +385,7 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
       }
       __syncthreads();
     }
-    Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.table, x.n, from, to, x.sees, warp, lane};
+    Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.n, from, to, x.sees, warp, lane};
     scan.start();
     if (from == x.first) {
       if (!IN_FP8) query.put(s);
@@ -401,41 +403,52 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
 template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_count(const Call& c, Shared& s, const Work& x, const Query& query) {
   if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
   __syncthreads();
-  int blocks = (x.places + x.share - 1) / x.share;
+  int n = blockIdx.x / c.shares, places = c.pool_blocks ? c.pool_blocks * BLOCK : min((int)c.visible[n], c.limit);
+  int blocks = (places + s.share - 1) / s.share;
   // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.
-  add_best(s.bins, c.rows.bins + (i64)x.n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
-  if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)x.n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
+  add_best(s.bins, c.rows.bins + (i64)n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
+  if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
   Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
-  int n = blockIdx.x / c.shares, t = threadIdx.x;
-  Query query(c, n);  // depends on nothing and is asked for first
-  const int* table = c.table + (i64)c.slots[n] * c.table_width;
-  int sees = min((int)c.visible[n], c.limit), places = c.pool_blocks ? c.pool_blocks * BLOCK : sees;
-  int share = ((places + c.shares - 1) / c.shares + STEP - 1) / STEP * STEP, first = blockIdx.x % c.shares * share;
-  int end = min(first + share, places);
-  uint2* held = (uint2*)((u8*)&s + HELD_AT);
-  Progress& arrivals = ((Progress*)c.arrivals)[n];
-  if (first < end) {
-    Work x{n, first, end, sees, places, share, table};
-    if (c.pool_blocks) score_and_count<true, false>(c, s, x, query);
-    else if (c.publish) score_and_count<false, true>(c, s, x, query);
-    else score_and_count<false, false>(c, s, x, query);
+  {
+    int n = blockIdx.x / c.shares;
+    Query query(c, n);  // depends on nothing and is asked for first
+    const int* table = c.table + (i64)c.slots[n] * c.table_width;
+    int sees = min((int)c.visible[n], c.limit), places = c.pool_blocks ? c.pool_blocks * BLOCK : sees;
+    int share = ((places + c.shares - 1) / c.shares + STEP - 1) / STEP * STEP, first = blockIdx.x % c.shares * share;
+    int end = min(first + share, places);
+    if (threadIdx.x == 0) s.first = first, s.end = end, s.share = share, s.table = table;
+    __syncthreads();
+    if (first < end) {
+      Work x{n, first, end, sees};
+      if (c.pool_blocks) score_and_count<true, false>(c, s, x, query);
+      else if (c.publish) score_and_count<false, true>(c, s, x, query);
+      else score_and_count<false, false>(c, s, x, query);
+    }
+    __syncthreads();
   }
-  u32 bin, block_bin = 0, last = c.shares - 1;
-  if (count_block(&arrivals.scored, s) == last) {
+  int n = blockIdx.x / c.shares, t = threadIdx.x, first = s.first, end = s.end, share = s.share;
+  uint2* held = (uint2*)((u8*)&s + HELD_AT);
+  Progress& progress = ((Progress*)c.arrivals)[n];
+  u32 bin, block_bin = 0, last = c.shares - 1, ticket = count_block(&progress.scored, s);
+  // The block that was ready first picks rows; where candidate blocks are published, the next one picks these beside it.
+  bool picks = ticket == 0, second = c.publish && ticket == min(1u, last);
+  if (ticket == last) {
     bin = bin_of(c.rows, n, s);
     if (c.publish) block_bin = bin_of(c.blocks, n, s);
     if (t == 0 && last) {
-      arrivals.block_bin = block_bin;
-      tell(&arrivals.bin, bin + 1);
+      progress.block_bin = block_bin;
+      tell(&progress.bin, bin + 1);
     }
   } else {
+    // Meanwhile these two run what they will need once, on nothing: its instructions come from far.
+    if (picks || second) choose_best<THREADS>(c, c.rows, false, n, 0, held, (u32*)s.bins, s.room, s.cut, true);
     if (t == 0) {
-      while (!(s.cut[0] = word_of_others(&arrivals.bin))) {}
-      s.cut[1] = word_of_others(&arrivals.block_bin);
+      while (!(s.cut[0] = word_of_others(&progress.bin))) {}
+      s.cut[1] = word_of_others(&progress.block_bin);
     }
     __syncthreads();
     bin = s.cut[0] - 1, block_bin = s.cut[1];
@@ -447,19 +460,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
     if (c.publish)
       sift<true>(c, c.blocks, n, block, (end + BLOCK - 1) / BLOCK, block_bin, s, c.blocks.orders + (i64)n * c.blocks.stride + block, held);
   }
-  u32 ticket = count_block(&arrivals.sifted, s);
-  // The last block picks rows; where candidate blocks are published, the one before picks these beside it.
-  bool picks = ticket == last, second = c.publish && (!last || ticket == last - 1);
+  count_block(&progress.sifted, s);
   if (!picks && !second) return;
-  if (!picks && t == 0)
-    while (word_of_others(&arrivals.sifted) <= last) {}
+  if (t == 0)
+    while (word_of_others(&progress.sifted) <= last) {}
   __syncthreads();
   for (int blocks = !picks; blocks <= (int)second; blocks++) {
-    choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, blocks ? block_bin : bin, held, (u32*)s.bins, s.room, s.cut);
+    choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, blocks ? block_bin : bin, held, (u32*)s.bins, s.room, s.cut, false);
     __syncthreads();
   }
   bool alone = !c.publish || !last;
-  if (alone || count_block(&arrivals.chosen, s)) {
-    if (t == 0) arrivals.scored = arrivals.sifted = arrivals.bin = arrivals.block_bin = arrivals.chosen = 0;
+  if (alone || count_block(&progress.chosen, s)) {
+    if (t == 0) progress.scored = progress.sifted = progress.bin = progress.block_bin = progress.chosen = 0;
   }
 }

@@ -213,5 +213,5 @@ static const int CHOOSERS = 512;
 extern "C" __global__ void __launch_bounds__(CHOOSERS) choose(const __grid_constant__ Call c) {
   extern __shared__ uint2 held[];
   __shared__ u32 room[33], bins[1024], cut[3];
-  choose_best<CHOOSERS>(c, c.rows, false, blockIdx.x, 0, held, bins, room, cut);
+  choose_best<CHOOSERS>(c, c.rows, false, blockIdx.x, 0, held, bins, room, cut, false);
 }
