@@ -1,5 +1,6 @@
 """The experts' half of a layer for one row in one launch on Hopper: norm, router, shared and chosen experts (`row.cu`).
 
+Its blocks wait for each other: all must find room on the card, so two such launches may not run side by side (one stream).
 Which banks it takes, how it is cut, and its launch. Must not know layers.
 
 Shapes: D model width, F expert width, E experts, K chosen.
