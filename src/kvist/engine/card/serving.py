@@ -6,6 +6,8 @@ prefill and decode. Must not know scheduling, sampling rules or pages' owners. S
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -34,6 +36,10 @@ from kvist.model.dspark import Draft
 from kvist.model.initialise import TableInMemory
 from kvist.model.transformer import Transformer
 from kvist.quant import quantise_fp8_rows
+
+LOG = logging.getLogger(__name__)
+SLOW_S = 1.0
+"""What launching a step takes at most when nothing has to be compiled or captured for it."""
 
 
 class CardMemory:
@@ -144,11 +150,16 @@ class CardExecutor:
         decoding = [number for number, piece in enumerate(pieces) if piece.job.state is not State.PREFILL]
         logits: dict[int, Tensor] = {}
         finite: dict[int, Tensor] = {}
+        began = time.perf_counter()
         if prompts:
             self._read([pieces[number] for number in prompts], prompts, logits, finite)
         for first in range(0, len(decoding), BUCKETS[-1]):
             numbers = decoding[first : first + BUCKETS[-1]]
             self._decode([pieces[number] for number in numbers], numbers, logits, finite)
+        if (seconds := time.perf_counter() - began) > SLOW_S:
+            # Nothing has been waited for yet: this was building.
+            sizes = len(prompts), len(decoding), max(piece.stop - piece.start for piece in pieces)
+            LOG.warning("card: kernels or a graph for %d prompts, %d requests, up to %d rows: %.1f s, once", *sizes, seconds)
         for number, logits_WV in logits.items():
             alright = logits_WV.isfinite().all()
             finite[number] = finite[number] & alright if number in finite else alright
