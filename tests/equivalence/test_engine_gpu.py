@@ -68,7 +68,9 @@ def test_a_text_is_as_probable_as_on_the_cpu(dtype: torch.dtype, impl: str) -> N
 
 @cache
 def company(dtype: torch.dtype, impl: str) -> Company:
-    return Company(nano("cuda", dtype, impl), rounds=2 if impl == "gpu" else 1)
+    made = Company(nano("cuda", dtype, impl), rounds=2 if impl == "gpu" else 1)
+    print(f"{len(made.alone)} replies alone, {dtype} {impl}", flush=True)
+    return made
 
 
 def within(found: Compared, what: str) -> None:
