@@ -70,6 +70,13 @@ def experts_kernel(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     return lambda device: {name: Together(kernel) for name, kernel in made.items()}
 
 
+@pytest.fixture(scope="module")
+def pass_kernels(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    source = Path(str(pass_module.__file__)).with_name("pass.cu")
+    made = build((source,), {"leave_and_enter": 128, "enter": 128}, tmp_path_factory.mktemp("pass"))
+    return lambda device: made
+
+
 def fp8(outputs: int, inputs: int) -> PanelWeight:
     return pack_fp8_panels(*quantise_fp8_weight(torch.randn(outputs, inputs) * inputs**-0.5))
 
@@ -268,13 +275,12 @@ def test_banks_that_do_not_fit_are_refused(streams_kernel: Builder, experts_kern
 
 @pytest.mark.parametrize(("n", "d"), [(3, 128), (20, 160), (70, 64)])
 @pytest.mark.parametrize("leaves", [True, False])
-def test_streams_of_many_rows(n: int, d: int, leaves: bool, tmp_path: Path) -> None:
+def test_streams_of_many_rows(n: int, d: int, leaves: bool, pass_kernels: Builder) -> None:
     torch.manual_seed(n)
-    made = build((Path(str(pass_module.__file__)).with_name("pass.cu"),), {"leave_and_enter": 128, "enter": 128}, tmp_path)
     x, y = torch.randn(n, 4, d).bfloat16(), torch.randn(n, d).bfloat16()
     mix, fn = Mix(torch.rand(n, 4), torch.rand(n, 4), torch.rand(n, 4, 4)), torch.randn(24, 4 * d)
     streams, h = torch.empty_like(x), torch.empty(n, d).bfloat16()
-    parts, squares, splits = pass_module.pass_hopper(y if leaves else None, x, mix, fn, streams, h, build=lambda device: made)
+    parts, squares, splits = pass_module.pass_hopper(y if leaves else None, x, mix, fn, streams, h, build=pass_kernels)
     now = leave(y, x, mix) if leaves else x
     if leaves:
         near(streams, now)
