@@ -260,7 +260,9 @@ __device__ __noinline__ u32 bin_of(const List& list, int n, Shared& s) {
     s.cut[0] = threadIdx.x * 16 + bin;
   }
   __syncthreads();
-  return s.cut[0];
+  u32 bin = s.cut[0];
+  __syncthreads();
+  return bin;
 }
 
 // What reaches `bin` among places [first, end) of a list, to the query's candidates. `kept`: these places' scores.
