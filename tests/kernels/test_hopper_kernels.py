@@ -217,6 +217,19 @@ def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int
         assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
 
 
+def test_selection_of_queries_that_see_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, one row, a few: most blocks of the launch have no share, and both lists are picked side by side."""
+    monkeypatch.setattr(select_kernels, "multiprocessors", lambda _: 4)
+    x = Choice(3, 1, 1024, equal=False)
+    x.visible = torch.tensor([0, 1, 300])
+    got = select_kernels.select_few(*x.there[:4], x.visible.to(DEVICE), rows=1024, k=100, publish_blocks=40)
+    assert got.candidates_NB is not None
+    for n in range(3):
+        rows, blocks = x.want(n, 100, None, 40)
+        assert torch.equal(got.topk_NK[n].cpu().long(), rows)
+        assert torch.equal(got.candidates_NB[n].cpu().long(), blocks)
+
+
 def test_selection_where_the_best_rows_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all shares add up tells little then: most of what is sifted is far below the K-th best."""
     monkeypatch.setattr(select_kernels, "multiprocessors", lambda _: 4)

@@ -345,7 +345,9 @@ struct Query {  // a thread's part of a query's heads (channels of unit thread %
     for (int j = 0; j < 8; j++) scaled[j] = scaled_weight(weight[j], s.exponents[8 * (j >> 1) + 2 * (t & 3) + (j & 1)], unfit);
     if (unfit) s.unfit = 1;
     __syncthreads();
-    return !s.unfit;
+    bool fits = !s.unfit;
+    __syncthreads();
+    return fits;
   }
 };
 template <bool PUBLISH> __device__ __forceinline__ void clear_bins(Shared& s) {
