@@ -223,9 +223,9 @@ class Beside:
         return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))
 
     @torch.inference_mode()
-    def spread(self, number: int) -> tuple[float, ...]:
+    def spread(self, number: int, nudge: float = NUDGE) -> tuple[float, ...]:
         """How far each row's logits of the reference itself move, before step `number`, when it sums in float32 or when every
-        layer's change is off by `NUDGE` of itself: the largest relative error of several ways.
+        layer's change is off by `nudge` of itself: the largest relative error of several ways.
 
         Where this is large a choice among near-equals (experts, rows) hangs on roundings, and nothing can be compared.
         """
@@ -238,22 +238,22 @@ class Beside:
                 )
         batch = self.batch(number)
         rows = self._rows_of(batch.positions, tuple(at + self.rows for at in batch.positions))
-        want_NV = self._nudged(self.model, rows, None)
-        moved = [self._nudged(self._narrow, rows, None)]
-        moved += [self._nudged(self.model, rows, NUDGES * number + seed) for seed in range(NUDGES)]
+        want_NV = self._nudged(self.model, rows)
+        moved = [self._nudged(self._narrow, rows)]
+        moved += [self._nudged(self.model, rows, nudge, NUDGES * number + seed) for seed in range(NUDGES)]
         errors = torch.stack([(got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1) for got_NV in moved])
         return tuple(errors.amax(0).tolist())
 
-    def _nudged(self, model: Transformer, rows: Rows, seed: int | None) -> Tensor:
-        """Logits of a pass that leaves no trace; with a seed, each layer's change is moved at random."""
+    def _nudged(self, model: Transformer, rows: Rows, nudge: float = 0.0, seed: int = 0) -> Tensor:
+        """Logits of a pass that leaves no trace, in which each layer's change is moved at random."""
         memory, flow = copy.deepcopy(self.memory), model.begin(rows)
         memory.numerics = model.numerics
-        source = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        source = torch.Generator(self.device).manual_seed(seed)
         for layer in range(len(model.layers)):
             before, flow = flow.x_NSD, model.run(flow, rows, memory, layer, layer + 1)
-            if source is not None:
+            if nudge:
                 x_NSD = flow.x_NSD.float()
-                size_N11 = (x_NSD - before.float()).square().mean((1, 2), keepdim=True).sqrt() * NUDGE
+                size_N11 = (x_NSD - before.float()).square().mean((1, 2), keepdim=True).sqrt() * nudge
                 noise_NSD = torch.randn(x_NSD.shape, generator=source, device=self.device)
                 flow = flow._replace(x_NSD=(x_NSD + size_N11 * noise_NSD).to(flow.x_NSD.dtype))
         return model.logits(flow)
