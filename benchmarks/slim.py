@@ -39,8 +39,8 @@ WARM_STEPS, TIMED_STEPS = 4, 48
 ACCEPTANCE = 3.5
 """Tokens a cycle of speculation where acceptance is simulated."""
 FIRST = (
-    ("decode", 1, 8192), ("decode", 1, 131072), ("decode", 1, 1048576), ("decode", 16, 131072), ("decode", 64, 131072),
-    ("prefill", 1, 131072), ("replay", HITS, 131072), ("restore", 1, 131072), ("speculation", 1, 131072),
+    ("decode", 1, 131072), ("decode", 16, 131072), ("decode", 64, 131072), ("decode", 1, 8192), ("decode", 1, 1048576),
+    ("prefill", 1, 131072), ("restore", 1, 131072), ("replay", HITS, 131072), ("speculation", 1, 131072),
     ("speculation", 16, 131072), ("speculation", 64, 131072), ("prefill", 1, 1048576), ("verify", 1, 131072),
     ("verify", 16, 131072),
 )  # fmt: skip

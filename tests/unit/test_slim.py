@@ -87,7 +87,7 @@ def test_all_parts_the_most_telling_cases_first() -> None:
     assert len({case.name for case in cases}) == len(cases)
     assert all(LABEL in case.name for case in cases)
     first = [(case.part, case.batch, case.context) for case in cases][:6]
-    assert first == [*(("decode", 1, n) for n in (8192, 131072, 1048576)), ("decode", 16, 131072), ("decode", 64, 131072),
+    assert first == [*(("decode", n, 131072) for n in (1, 16, 64)), ("decode", 1, 8192), ("decode", 1, 1048576),
                      ("prefill", 1, 131072)]  # fmt: skip
     verified = [case for case in cases if case.part == "verify" and case.distinct < case.batch]
     assert [(case.batch, case.context) for case in verified] == [(64, 1048576)]
