@@ -21,9 +21,7 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="WORKLOAD", help="v41-flash-slim")],
     only: Annotated[
         str | None,
-        typer.Option(
-            help="decode, verify, speculation, prefill, replay, restore, or several with commas; none: decode"
-        ),
+        typer.Option(help="decode, verify, speculation, prefill, replay, restore, or several with commas; none: decode"),
     ] = None,
     context: Annotated[int | None, typer.Option(help="tokens of context; none: 8K and 128K")] = None,
     batch: Annotated[int | None, typer.Option(help="requests that decode together; none: 1")] = None,
