@@ -1,4 +1,7 @@
-"""Meaning of `move_rows`: plain indexing."""
+"""Meaning of `move_rows`: plain indexing, codes and scales alike.
+
+Must not know rings, buffers or layers. Shapes: K entries.
+"""
 
 from __future__ import annotations
 
