@@ -240,7 +240,7 @@ class Beside:
         rows = self._rows_of(batch.positions, tuple(at + self.rows for at in batch.positions))
         want_NV = self._nudged(self.model, rows)
         moved = [self._nudged(self._narrow, rows)]
-        moved += [self._nudged(self.model, rows, nudge, NUDGES * number + seed) for seed in range(NUDGES)]
+        moved += [self._nudged(self.model, rows, nudge, NUDGES * number + seed) for seed in range(NUDGES if nudge else 0)]
         errors = torch.stack([(got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1) for got_NV in moved])
         return tuple(errors.amax(0).tolist())
 
