@@ -6,8 +6,8 @@ Runs on a GPU with graphs, or anywhere under Triton's interpreter (TRITON_INTERP
 Bounds. Given the reference's own inputs, a layer's change of the streams is off by what sums in another order and the roundings
 behind them make of it: the median is held to 0.03 and the worst to 0.2. Logits carry eight layers of such falls and are held to
 0.5, on rows that can be judged: where the reference itself moves by 0.2 or more when its sums are float32 (or, at the released
-heads, when its layers are off by the 0.03 that a layer may be), a choice of experts or rows is a near-tie, of which random weights
-make many.
+heads, when its layers are off by the 0.03 that a layer may be), a choice of experts or rows is a near-tie. Random weights make
+many of them.
 """
 
 from __future__ import annotations
