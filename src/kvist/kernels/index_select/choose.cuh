@@ -8,8 +8,6 @@ struct Chooser {
   const List& list;
   bool blocks;  // of candidate blocks, not rows
   int n;
-  uint2* held;  // room for the list's candidates and, behind them, for K ids
-  u32 *bins, *room, *cut;  // 1,024, 33 and 3 words
   bool again;
   u32 least;
 };
@@ -22,7 +20,8 @@ __device__ __noinline__ uint2 read_again(const Chooser& x, int i) {
   return make_uint2(order >= x.least ? order : 0, id);
 }
 
-// All threads of a block. Where the list has bins, all candidates reach `bin`. Counters are zero afterwards. `dry`: as if there were no
+// All threads of a block. `held` has room for the list's candidates and, behind them, for K ids; `bins` holds 1,024 words, `room` 33,
+// `cut` 3. Where the list has bins, all candidates reach `bin`. Counters are zero afterwards. `dry`: as if there were no
 // candidates and none were wanted, nothing is written; the instructions are near then.
 template <int THREADS>
 __device__ __noinline__ void choose_best(const Call& c, const List& list, bool blocks, int n, u32 bin, uint2* held, u32* bins, u32* room,
@@ -39,7 +38,7 @@ __device__ __noinline__ void choose_best(const Call& c, const List& list, bool b
   if (list.bins && !dry)
 #pragma unroll 1
     for (int i = t; i < BINS / 4; i += THREADS) ((uint4*)(list.bins + (i64)n * BINS))[i] = make_uint4(0, 0, 0, 0);
-  Chooser x{c, list, blocks, n, held, bins, room, cut, count > (u32)list.room, max(bin << BIN_SHIFT, 1u)};
+  Chooser x{c, list, blocks, n, count > (u32)list.room, max(bin << BIN_SHIFT, 1u)};
   int sees = min((int)c.visible[n], c.limit), length = count;
   if (x.again) length = blocks ? (sees + BLOCK - 1) / BLOCK : c.pool_blocks ? c.pool_blocks * BLOCK : sees;
   else {
