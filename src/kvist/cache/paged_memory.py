@@ -39,6 +39,8 @@ class MemoryNumerics(Protocol):
     def quantise(self) -> bool: ...
     @property
     def query_impl(self) -> str: ...
+    @property
+    def whole_peaks(self) -> bool: ...
 
 
 @lru_cache(maxsize=64)
@@ -231,6 +233,7 @@ class PagedMemory:
                     sink_H,
                     window=self.plan.window,
                     impl=self.numerics.query_impl,
+                    whole_peaks=self.numerics.whole_peaks,
                 )
             )
             self.rings.write(layer, span.slot, span.position, window_NC[at])
@@ -259,7 +262,8 @@ class PagedMemory:
             span_N2 = torch.tensor([[0, len(keys_TC)]], device=q_NHC.device).expand(span.length, 2)
             size = self.plan.window + span.length
             impl = self.numerics.query_impl
-            outs.append(sparse_attention(q_NHC[at], keys_TC, span_N2, None, None, sink_H, window=size, impl=impl))
+            q_nHC, peaks = q_NHC[at], self.numerics.whole_peaks
+            outs.append(sparse_attention(q_nHC, keys_TC, span_N2, None, None, sink_H, window=size, impl=impl, whole_peaks=peaks))
         return torch.cat(outs) if outs else torch.empty_like(q_NHC)
 
     def write_window(self, layer: int, rows: BatchRows, window_NC: Tensor) -> None:

@@ -249,6 +249,7 @@ class DenseMemory:
                     sink_H,
                     window=self.plan.window,
                     impl=self.numerics.query_impl,
+                    whole_peaks=self.numerics.whole_peaks,
                 )
             )
             slot.windows[layer] = new_TC[-self.plan.window :]
@@ -263,7 +264,8 @@ class DenseMemory:
             span_N2 = torch.tensor([[0, len(keys_TC)]], device=q_NHC.device).expand(segment.length, 2)
             size, impl = self.plan.window + segment.length, self.numerics.query_impl
             q_nHC = q_NHC[segment.rows]
-            outs.append(sparse_attention(q_nHC, keys_TC, span_N2, None, None, sink_H, window=size, impl=impl))
+            peaks = self.numerics.whole_peaks
+            outs.append(sparse_attention(q_nHC, keys_TC, span_N2, None, None, sink_H, window=size, impl=impl, whole_peaks=peaks))
         return torch.cat(outs)
 
     def write_window(self, layer: int, rows: Rows, window_NC: Tensor) -> None:

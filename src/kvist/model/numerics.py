@@ -35,7 +35,7 @@ class Numerics:
     in float64, for judging) or the name of a faster set of operators, inference only (`cpu`: native code; `gpu`: Triton and CUDA
     on a Hopper card, bfloat16). Native float32
     operators sum a row in one order whatever shares the call, so `deterministic` costs them nothing; elsewhere it runs the
-    reference on tiles of one size.
+    reference on tiles of one size. `whole_peaks`: see `sparse_attention`; for references that judge `gpu`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -43,6 +43,7 @@ class Numerics:
     quantise: bool = True
     quantise_weights: bool = False
     impl: str = "ref"
+    whole_peaks: bool = False
 
     def __post_init__(self) -> None:
         if self.impl not in IMPLS:

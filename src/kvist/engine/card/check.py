@@ -115,7 +115,7 @@ class Beside:
         one_row: bool = True,
     ) -> None:
         self.config, self.contexts, self.steps, self.rows, self.device = config, contexts, steps, rows, device
-        numerics = Numerics(dtype=torch.bfloat16, impl="wide")
+        numerics = Numerics(dtype=torch.bfloat16, impl="wide", whole_peaks=True)
         self.seed, self.model = seed, random_model(config, numerics, seed).to(device)
         self._narrow: Transformer | None = None
         tables = self._tables(self.model)
@@ -230,7 +230,7 @@ class Beside:
         Where this is large a choice among near-equals (experts, rows) hangs on roundings, and nothing can be compared.
         """
         if self._narrow is None:
-            self._narrow = random_model(self.config, Numerics(dtype=torch.bfloat16), self.seed).to(self.device)
+            self._narrow = random_model(self.config, Numerics(dtype=torch.bfloat16, whole_peaks=True), self.seed).to(self.device)
             readers = {layer: self._engram(layer).reader for layer in self.config.engram_layer_ids}
             if self.model.token_classes_V is not None:
                 self._narrow.attach_engram(

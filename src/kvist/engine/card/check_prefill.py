@@ -163,7 +163,7 @@ class PrefillBeside(Beside):
 
     def _other(self, seed: int) -> tuple[Transformer, PagedMemory]:
         """The same model with sums in bfloat16, and a memory of its own."""
-        numerics = Numerics(dtype=torch.bfloat16)
+        numerics = Numerics(dtype=torch.bfloat16, whole_peaks=True)
         model = random_model(self.config, numerics, seed).to(self.device)
         if self.model.token_classes_V is not None:
             readers = {layer: self._engram(layer).reader for layer in self.config.engram_layer_ids}

@@ -201,7 +201,7 @@ class DeviceModel:
             x_MSD, pre_MS = spread(x_NSD, 0.0), spread(pre_NS, 0.0)
             assert x_MSD is not None and pre_MS is not None
             published = replace(chosen, topk_NK=spread(chosen.topk_NK, -1), pool_NB=spread(chosen.pool_NB, -1))
-            out = self._layer(layer, at, found, x_MSD, Mix(pre_MS, pre_MS, pre_MS), None, published, None)
+            out = self.step_layer(layer, at, found, x_MSD, Mix(pre_MS, pre_MS, pre_MS), None, published, None)
             outs.append(left(out[2], out[0], out[1])[where])
         return outs
 
@@ -266,7 +266,7 @@ class DeviceModel:
         y_ND: Output = None
         targets = None if self.weights.drafts is None else Targets(self.config, self.state, at)
         for layer in self.weights.layers:
-            x_NSD, mix, y_ND, chosen = self._layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
+            x_NSD, mix, y_ND, chosen = self.step_layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
         if isinstance(y_ND, Parts):
             x_NSD, y_ND = left(y_ND, x_NSD, mix), None
         self.logits(x_NSD, mix, y_ND, held.logits_MV)
@@ -287,7 +287,7 @@ class DeviceModel:
         ended = enter(self.config, replace(self.weights.layers[-1].moe_mix, norm=self.weights.norm), y_ND, x_NSD, mix)
         return wide_product(ended.h_ND, self.weights.head, out)
 
-    def _layer(
+    def step_layer(
         self,
         layer: LayerWeights,
         at: Places,

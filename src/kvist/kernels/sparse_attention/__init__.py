@@ -24,21 +24,25 @@ def sparse_attention(
     *,
     window: int,
     impl: str = "ref",
+    whole_peaks: bool = False,
 ) -> Tensor:
     """Attend; one latent per key serves all heads as key and value.
 
     `q_NHC` rotated queries; `window_TC` window entries of one request, oldest first; `span_N2` int64 [start, stop) of each
     query in it (at most `window` long, stop = the query's own entry + 1); `rows_MC` compressed rows; `topk_NK` int64 row
     ids ascending, -1 last; `sink_H` float32 logits that only enter the denominator, unscaled. Scale is C^-0.5.
-    A query without keys gives 0. Returns [N,H,C] in the dtype of q. Raises ValueError for an unknown `impl`,
-    GpuUnavailable where `gpu` cannot run.
+    A query without keys gives 0. `whole_peaks`: in bfloat16, probabilities are rounded relative to a whole power of two, as
+    `gpu` always does, not to the maximum, as the release does. Returns [N,H,C] in the dtype of q. Raises ValueError for an
+    unknown `impl`, GpuUnavailable where `gpu` cannot run.
     """
     if impl == "ref":
-        return sparse_attention_ref(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H)
+        return sparse_attention_ref(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, whole_peaks=whole_peaks)
     if impl == "wide":
-        return sparse_attention_ref(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, wide=torch.float64)
+        wide = torch.float64
+        return sparse_attention_ref(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, wide=wide, whole_peaks=whole_peaks)
     if impl == "rows":
-        return sparse_attention_rows(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, window=window)
+        peaks = whole_peaks
+        return sparse_attention_rows(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, window=window, whole_peaks=peaks)
     if impl == "cpu":
         return sparse_attention_cpu(q_NHC, window_TC, span_N2, rows_MC, topk_NK, sink_H, window=window)
     if impl == "gpu":

@@ -13,16 +13,18 @@ from torch import Tensor
 TILE_QUERIES = 128
 
 
-def joint_softmax_output(scores_NHL: Tensor, valid_N1L: Tensor, sink_H: Tensor, *, rounds: bool) -> tuple[Tensor, Tensor]:
+def joint_softmax_output(
+    scores_NHL: Tensor, valid_N1L: Tensor, sink_H: Tensor, *, whole_peaks: bool = False
+) -> tuple[Tensor, Tensor]:
     """Masked scores -> (unnormalised probabilities, denominators [N,H,1]) in the dtype of the scores.
 
-    The maximum is over real keys only; the sink enters the denominator alone. No key: probabilities 0. `rounds`: probabilities
-    will be rounded to bfloat16. The release rounds them relative to the maximum so far, so how depends on its tiles; here the
-    maximum is raised to a whole power of two, which makes the rounding the same for every order and every cut of the keys.
+    The maximum is over real keys only; the sink enters the denominator alone. No key: probabilities 0. `whole_peaks`: the
+    maximum is raised to a whole power of two, so that how a probability is rounded to bfloat16 afterwards is the same for
+    every order and every cut of the keys.
     """
     scores_NHL = scores_NHL.masked_fill(~valid_N1L, float("-inf"))
     peak_NH1 = scores_NHL.amax(-1, keepdim=True).clamp_min(-1e30)
-    if rounds:
+    if whole_peaks:
         peak_NH1 = (peak_NH1 / math.log(2)).ceil() * math.log(2)
     weights_NHL = torch.exp(scores_NHL - peak_NH1)
     sink_1H1 = sink_H.to(scores_NHL.dtype).view(1, -1, 1)
@@ -43,13 +45,14 @@ def sparse_attention_ref(
     sink_H: Tensor,
     *,
     wide: torch.dtype = torch.float32,
+    whole_peaks: bool = False,
 ) -> Tensor:
     """Tiles of queries: a dense band of the window, then gathered rows; scores are joined, keys are not."""
     tiles = []
     for a in range(0, q_NHC.shape[0], TILE_QUERIES):
         tile = slice(a, a + TILE_QUERIES)
         topk = None if topk_NK is None else topk_NK[tile]
-        tiles.append(_tile(q_NHC[tile], window_TC, span_N2[tile], rows_MC, topk, sink_H, wide))
+        tiles.append(_tile(q_NHC[tile], window_TC, span_N2[tile], rows_MC, topk, sink_H, wide, whole_peaks))
     return torch.cat(tiles) if tiles else torch.empty_like(q_NHC)
 
 
@@ -61,6 +64,7 @@ def _tile(
     topk_NK: Tensor | None,
     sink_H: Tensor,
     wide: torch.dtype,
+    whole_peaks: bool,
 ) -> Tensor:
     scale, rounds = q_NHC.shape[-1] ** -0.5, q_NHC.dtype is torch.bfloat16
     low, high = int(span_N2[:, 0].min()), int(span_N2[:, 1].max())
@@ -74,7 +78,7 @@ def _tile(
         row_scores_NHK = torch.einsum("nhc,nkc->nhk", q_NHC.to(wide), picked_NKC.to(wide)) * scale
         scores_NHL = torch.cat([scores_NHL, row_scores_NHK], -1)
         valid_NL = torch.cat([valid_NT, topk_NK >= 0], -1)
-    weights_NHL, total_NH1 = joint_softmax_output(scores_NHL, valid_NL.unsqueeze(1), sink_H, rounds=rounds)
+    weights_NHL, total_NH1 = joint_softmax_output(scores_NHL, valid_NL.unsqueeze(1), sink_H, whole_peaks=whole_peaks and rounds)
     if rounds:  # the release rounds probabilities, not their denominator
         weights_NHL = weights_NHL.bfloat16().to(wide)
     t = band_TC.shape[0]
@@ -93,6 +97,7 @@ def sparse_attention_rows(
     sink_H: Tensor,
     *,
     window: int,
+    whole_peaks: bool = False,
 ) -> Tensor:
     """Query by query on one fixed shape: `window` slots aligned so that the newest is last, then K row slots.
 
@@ -112,7 +117,9 @@ def sparse_attention_rows(
         keys_LC = torch.where(valid_L.unsqueeze(1), keys_LC, 0.0).float()
         q_HC, valid_11L = q_NHC[n].float(), valid_L.view(1, 1, -1)
         scores_1HL = (q_HC @ keys_LC.T).unsqueeze(0) * q_NHC.shape[-1] ** -0.5
-        weights_1HL, total_1H1 = joint_softmax_output(scores_1HL, valid_11L, sink_H, rounds=q_NHC.dtype is torch.bfloat16)
+        weights_1HL, total_1H1 = joint_softmax_output(
+            scores_1HL, valid_11L, sink_H, whole_peaks=whole_peaks and q_NHC.dtype is torch.bfloat16
+        )
         out_1HC = (weights_1HL[0].to(q_NHC.dtype).float() @ keys_LC).unsqueeze(0)
         outs.append(_finish(out_1HC, total_1H1, valid_11L, q_NHC.dtype))
     return torch.cat(outs) if outs else torch.empty_like(q_NHC)
