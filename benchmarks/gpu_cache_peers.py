@@ -87,7 +87,8 @@ def deep_gemm_decode(requests: int, rows: int, heads: int, context: int, k: int,
         table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
         q = torch.randn(requests, rows, heads, 128, device="cuda").to(torch.float8_e4m3fn)
         weights = torch.randn(requests * rows, heads, device="cuda")
-        lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+        # A length for each query row: the wheel that loads there wants two dimensions.
+        lengths = torch.full((requests, rows), context, dtype=torch.int32, device="cuda")
         count = torch.cuda.get_device_properties(0).multi_processor_count
         meta = module.get_paged_mqa_logits_metadata(lengths, DEEP_PAGE, count)
 
