@@ -20,18 +20,18 @@ from benchmarks.runner import measure
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the last line on stdout of a benchmark is one JSON object that holds its rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, measure, keep and tabulate.")
-    parser.add_argument("name", help="a benchmark, or 'list', or 'table' (regenerate README's tables from kept rows)")
+    parser.add_argument("name", help="a benchmark, or 'list', or 'table' (write the two pages' tables from kept rows)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds a variant; the median is reported")
     parser.add_argument("--quick", action="store_true", help="reduced sizes; its rows are never kept")
     parser.add_argument("--no-keep", action="store_true", help="do not append the rows to benchmarks/results")
-    parser.add_argument("--check", action="store_true", help="with 'table': only say whether README is up to date")
+    parser.add_argument("--check", action="store_true", help="with 'table': only say whether they are up to date")
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     try:
         if arguments.name == "list":
             return _list(console)
         if arguments.name == "table":
-            current = tables.update_readme(check=arguments.check)
+            current = tables.update_pages(check=arguments.check)
             return 1 if arguments.check and not current else 0
         return _run(arguments, console)
     except WrongResult as error:

@@ -150,8 +150,9 @@ def _commit() -> str:
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
-    # kept rows themselves must not make the tree dirty
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!README.md")
+    # kept rows themselves, and their tables, must not make the tree dirty
+    kept = (":!benchmarks/results", ":!README.md", ":!docs/measurements.md")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *kept)
     return f"{head}-dirty" if changed else head
 
 

@@ -1,4 +1,5 @@
-"""Tables for people: the one printed after a run, and README's, generated from the kept rows between two markers.
+"""Tables for people: the one printed after a run, and two generated from the kept rows between markers: a few in README,
+all in docs/measurements.md.
 
 Knows nothing of how a row was measured.
 """
@@ -14,8 +15,32 @@ from benchmarks.rows import ROOT, Row, load
 from benchmarks.runner import Line
 
 README = ROOT / "README.md"
+ALL = ROOT / "docs" / "measurements.md"
 BEGIN = "<!-- benchmarks: begin (python -m benchmarks table) -->"
 END = "<!-- benchmarks: end -->"
+Pairs = tuple[tuple[str, str], ...]
+SLIM = "; 128 of 384 experts, random weights, one card"
+HIGHLIGHTS = (
+    ("nano-prefill", "16K, trained"),
+    ("nano-decode-b1", "16K, trained"),
+    ("nano-decode-b16", "16 streams, 4096, trained"),
+    ("restore-cost", "prefix of 16,384 tokens from disk and its first token, nano, trained"),
+    ("page-store", "lookup and page, 1,000,000 pages of 4 KiB"),
+    ("prefix-lookup", "4K prompt, 10,000 prefixes, 100M tokens cached"),
+    ("server-load", "new tokens, 200 clients, 64 places, 90 s"),
+    ("cpu-operators", "FP4 experts 5120 x 2304 x 3, 1 row, 451 MB in turn"),
+    ("gpu-attention", "64 x 1 rows, rotated"),
+    ("gpu-select", "scan, 1 x 1 rows of 1048576 keys"),
+    ("gpu-select", "prefill, 4096 queries of 131072 keys, FP8 sums"),
+    ("gpu-linear", "wq_b 32768 x 1280, 1 rows"),
+    ("v41-flash-slim", f"decode, 1 x 131,072 tokens, shared expert beside routed{SLIM}"),
+    ("v41-flash-slim", f"decode, 64 x 131,072 tokens, shared expert beside routed{SLIM}"),
+    ("v41-flash-slim", f"speculation, 1 x 131,072 tokens, 3.5 tokens a cycle simulated{SLIM}"),
+    ("v41-flash-slim", f"prefill, 1 x 131,072 tokens{SLIM}"),
+    ("v41-flash-slim", f"prefill, 1 x 1,048,576 tokens{SLIM}"),
+    ("v41-flash-slim", f"pages of 131,072 tokens from host memory{SLIM}"),
+)  # fmt: skip
+"""Benchmark and case of README's rows."""
 
 
 def show(lines: list[Line], console: Console) -> None:
@@ -44,12 +69,19 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
 
 
-def markdown(rows: list[tuple[str, Row]]) -> str:
-    """The newest row of every (device, bench, case) as a Markdown table, in the order in which they first appeared."""
+def markdown(rows: list[tuple[str, Row]], only: Pairs | None = None) -> str:
+    """The newest row of every (device, bench, case) as a Markdown table, in the order in which they first appeared.
+
+    With `only`, the rows of those pairs of benchmark and case alone, in that order.
+    """
     newest: dict[tuple[str, str, str], Row] = {}
     for key, row in rows:
         if row.correct:
             newest[key, row.bench, row.case] = row
+    if only is not None:
+        order = {pair: at for at, pair in enumerate(only)}
+        chosen = sorted((at for at in newest if at[1:] in order), key=lambda at: order[at[1], at[2]])
+        newest = {at: newest[at] for at in chosen}
     if not newest:
         return "No row is kept yet."
     lines = [
@@ -67,14 +99,19 @@ def markdown(rows: list[tuple[str, Row]]) -> str:
     return "\n".join(lines)
 
 
-def update_readme(path: Path = README, *, check: bool = False, results: Path | None = None) -> bool:
-    """Write the table between README's markers; with `check` only compare. Returns whether the file was up to date."""
+def update(path: Path, only: Pairs | None = None, *, check: bool = False, results: Path | None = None) -> bool:
+    """Write `markdown`'s table between a page's markers; with `check` only compare. Returns whether the page was up to date."""
     text = path.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{path.name} must hold the line {BEGIN} once, and after it {END}")
     head, rest = text.split(BEGIN)
     rows = list(load() if results is None else load(results))
-    fresh = f"{head}{BEGIN}\n{markdown(rows)}\n{END}{rest.split(END)[1]}"
+    fresh = f"{head}{BEGIN}\n{markdown(rows, only)}\n{END}{rest.split(END)[1]}"
     if fresh != text and not check:
         path.write_text(fresh)
     return fresh == text
+
+
+def update_pages(*, check: bool = False) -> bool:
+    """Write both pages' tables, or with `check` compare them. Returns whether both were up to date."""
+    return all([update(README, HIGHLIGHTS, check=check), update(ALL, check=check)])

@@ -108,22 +108,35 @@ def test_readme_table_holds_the_newest_row_and_is_stable(tmp_path: Path) -> None
     rows.append([*made, newer], "cpu2", tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    assert not tables.update_readme(readme, check=True, results=tmp_path)
+    assert not tables.update(readme, check=True, results=tmp_path)
     assert "old" in readme.read_text()
-    tables.update_readme(readme, results=tmp_path)
+    tables.update(readme, results=tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert text.count("| b | 4k |") == 1
     assert "77 tokens/s" in text
-    assert tables.update_readme(readme, check=True, results=tmp_path)
+    assert tables.update(readme, check=True, results=tmp_path)
 
 
-def test_readme_of_this_repository_has_the_markers_and_valid_rows() -> None:
-    text = tables.README.read_text()
-    assert text.count(tables.BEGIN) == text.count(tables.END) == 1
-    for key, row in rows.load():
+def test_a_table_of_chosen_rows_keeps_their_order() -> None:
+    _, made = measure(bench(timed()), Options(rounds=1), MACHINE, "cmd")
+    kept = [("cpu2", dataclasses.replace(made[0], case=case)) for case in ("one", "two", "three")]
+    lines = tables.markdown(kept, (("b", "three"), ("b", "one"), ("b", "absent"))).splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["three", "one"]
+    assert tables.markdown(kept, ()) == "No row is kept yet."
+
+
+def test_pages_of_this_repository_have_the_markers_and_valid_rows() -> None:
+    for page in (tables.README, tables.ALL):
+        text = page.read_text()
+        assert text.count(tables.BEGIN) == text.count(tables.END) == 1
+    kept = rows.load()
+    cases = set()
+    for key, row in kept:
         assert row.correct, (key, row.bench, row.case)
+        cases.add((row.bench, row.case))
+    assert cases.issuperset(tables.HIGHLIGHTS)
 
 
 def test_registered_benchmarks_exist() -> None:
