@@ -91,7 +91,7 @@ def _session(model: Transformer, ids: Tensor, room: int, *, whole: bool) -> tupl
     if not whole:
         store.places = lambda rows, *, block=False: None  # type: ignore[method-assign]
     store.open(0, range(pages), 0)
-    session, sequence = Session(model, memory=store), Sequence(0, ids)  # type: ignore[arg-type]
+    session, sequence = Session(model, memory=store), Sequence(0, ids)
     session.prefill([sequence])
     return session, sequence
 

@@ -26,7 +26,7 @@ def paged_session(prompts: list[torch.Tensor], room: int) -> tuple[Session, list
     size = model.plan.page_tokens
     each = -(-(len(prompts[0]) + room) // size)
     memory = PagedMemory(model.config, model.numerics, pages=each * len(prompts), slots=len(prompts), verify_rows=6)
-    session = Session(model, memory=memory)  # type: ignore[arg-type]
+    session = Session(model, memory=memory)
     sequences = [Sequence(slot, prompt) for slot, prompt in enumerate(prompts)]
     for sequence in sequences:
         memory.open(sequence.slot, range(each * sequence.slot, each * (sequence.slot + 1)), 0)

@@ -23,6 +23,7 @@ from kvist.kernels.native import native_or_none, one_torch_thread
 from kvist.kernels.native.calls import NATIVE_FUNCTIONS
 from kvist.model.dspark import DraftBlocks
 from kvist.model.initialise import random_model
+from kvist.model.memory import DenseMemory
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
 from kvist.presets import preset
@@ -181,8 +182,11 @@ def prefilled(impl: str, length: int) -> tuple[Session, Sequence]:
 
 def twin(session: Session, sequence: Sequence, impl: str) -> tuple[Session, Sequence]:
     """The same request in another implementation, its memory copied: both decode from equal bits."""
-    other = Session(nano(impl))
-    other.memory.slots[0] = session.memory.slot(0).fork()
+    model, held = nano(impl), session.memory
+    assert isinstance(held, DenseMemory), "pages are not copied from a session"
+    memory = DenseMemory(model.config, model.numerics)
+    memory.slots[0] = held.slot(0).fork()
+    other = Session(model, memory=memory)
     copy = Sequence(0, sequence.ids_T.clone())
     copy.computed = sequence.computed
     return other, copy

@@ -83,7 +83,7 @@ def test_prefill_and_decode_in_ragged_batches(numerics: str, page_tokens: int, c
     lengths = (1, 5, 41, 12, 8)
     logits = []
     for memory in (dense(model), paged(model, page_tokens)):
-        session = Session(model, memory=memory, replay="exact", chunk=chunk)  # type: ignore[arg-type]
+        session = Session(model, memory=memory, replay="exact", chunk=chunk)
         sequences = [Sequence(slot, tokens(n, slot)) for slot, n in enumerate(lengths)]
         steps = [session.prefill(sequences)]
         for step in range(9):
@@ -102,7 +102,7 @@ def test_any_cut_of_a_prompt_gives_the_bits_of_one_forward(numerics: str) -> Non
     model, ids = model_of(numerics), tokens(44, 17)
     full = Session(model, memory=dense(model), chunk=1000).score(ids)
     for chunk in (1, 3, 4, 5, 16):
-        session = Session(model, memory=paged(model), replay="exact", chunk=chunk)  # type: ignore[arg-type]
+        session = Session(model, memory=paged(model), replay="exact", chunk=chunk)
         sequences = [Sequence(0, ids[:37]), Sequence(1, tokens(21, 18))]
         rows = [session.prefill(sequences)[:1]]
         for token in ids[37:].tolist():
@@ -137,7 +137,7 @@ def run(model: Transformer, memory: PagedMemory | DenseMemory, pieces: list[Piec
         feature_rows_F=None if features is None else torch.tensor([0]),
     )
     with torch.inference_mode():
-        flow = model(batch, memory)  # type: ignore[arg-type]
+        flow = model(batch, memory)
         assert model.mtp is not None
         model.mtp.observe(flow.targets, batch, memory)
         return model.logits(flow)

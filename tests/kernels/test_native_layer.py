@@ -67,7 +67,7 @@ def counted(name: str) -> Iterator[list[int]]:
 
 def transcript(model: Transformer, memory: PagedMemory, chunk: int) -> list[Tensor]:
     """Logits of prompts, of six decoded tokens a request, of a run of known tokens, and drafts; then every byte that is kept."""
-    session, sequences = Session(model, memory=memory, chunk=chunk), prompts()  # type: ignore[arg-type]
+    session, sequences = Session(model, memory=memory, chunk=chunk), prompts()
     found = [session.prefill(sequences)]
     for step in range(6):
         for sequence in sequences:
@@ -110,7 +110,7 @@ def test_experts_packed_once_serve_whole_layers() -> None:
 
 def decoded(model: Transformer, memory: PagedMemory) -> Tensor:
     """Logits after a prompt and one token."""
-    session, sequence = Session(model, memory=memory), Sequence(0, torch.arange(4, 24))  # type: ignore[arg-type]
+    session, sequence = Session(model, memory=memory), Sequence(0, torch.arange(4, 24))
     session.prefill([sequence])
     sequence.append(30)
     return session.decode([sequence])
@@ -141,7 +141,7 @@ def test_another_weight_is_seen(name: str, way: str) -> None:
 def test_a_weight_written_between_two_tokens_is_seen() -> None:
     model = toy()
     steps = []
-    sessions = [Session(model, memory=paged(model, whole=whole)) for whole in (True, False)]  # type: ignore[arg-type]
+    sessions = [Session(model, memory=paged(model, whole=whole)) for whole in (True, False)]
     sequences = [Sequence(0, torch.arange(4, 24)) for _ in sessions]
     for session, sequence in zip(sessions, sequences, strict=True):
         session.prefill([sequence])

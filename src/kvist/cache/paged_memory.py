@@ -43,6 +43,12 @@ class MemoryNumerics(Protocol):
     def whole_peaks(self) -> bool: ...
 
 
+def takes_native(numerics: MemoryNumerics, device: torch.device) -> bool:
+    """Whether native code serves whole batches: float32 on the CPU (bfloat16 rounds where the reference does)."""
+    wanted = numerics.query_impl == "cpu" and numerics.dtype is torch.float32 and device.type == "cpu"
+    return wanted and native_or_none() is not None
+
+
 @lru_cache(maxsize=64)
 def _spans(held: int, length: int, window: int, device: torch.device) -> Tensor:
     """[start, stop) of each of `length` queries after `held` entries, int64 [length,2]."""
@@ -79,7 +85,7 @@ class PagedMemory:
         self.slots, self.verify_rows, self.device = slots, verify_rows, torch.device(device)
         self.rows = PageRows(self.layout, pages, slots, config.max_seq_len, self.device)
         layers = len(self.plan.layers) + len(self.plan.drafts)
-        self.native = self._takes_native()
+        self.native = takes_native(numerics, self.device)
         self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, numerics.dtype, self.device)
         self.tails = {
             spec.index: TailRings(slots, spec.ratio, verify_rows, config.head_dim, self.device)
@@ -297,11 +303,6 @@ class PagedMemory:
                     self.rows.require(span.slot, span.stop)
             self._placement = place
         return place
-
-    def _takes_native(self) -> bool:
-        """Whether native code serves whole batches: float32 on the CPU (bfloat16 rounds where the reference does)."""
-        wanted = self.numerics.query_impl == "cpu" and self.numerics.dtype is torch.float32 and self.device.type == "cpu"
-        return wanted and native_or_none() is not None
 
     def _check_open(self, slot: int) -> None:
         if slot not in self.opened:

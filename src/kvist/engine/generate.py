@@ -70,30 +70,30 @@ def stream(
     """
     stops = StopMatcher(params.stops)
     decoder = StreamDecoder(tokenizer, skip_control=True)
-    with session.slot() as slot:
-        sequence = Sequence(slot, torch.tensor(prompt_ids, dtype=torch.int64), images)
-        session.check(sequence, params.max_tokens)
-        began = time.perf_counter()
-        logits = session.prefill([sequence], progress)
-        prefilled = time.perf_counter()
-        new_ids: list[int] = []
-        reason = "length"
-        while True:
-            token = sample(logits[0], params.sampling, len(sequence))
-            new_ids.append(token)
-            if token == session.model.config.eos_token_id and not params.ignore_end:
-                reason = "stop"
-                break
-            if text := stops.feed(decoder.feed([token])):
-                yield TextDelta(text=text)
-            if stops.matched is not None:
-                reason = "stop"
-                break
-            if len(new_ids) == params.max_tokens:
-                break
-            sequence.append(token)
-            logits = session.decode([sequence])
-        ended = time.perf_counter()
+    sequence = Sequence(0, torch.tensor(prompt_ids, dtype=torch.int64), images)
+    session.check(sequence, params.max_tokens)
+    own = session.alone(len(prompt_ids) + params.max_tokens)
+    began = time.perf_counter()
+    logits = own.prefill([sequence], progress)
+    prefilled = time.perf_counter()
+    new_ids: list[int] = []
+    reason = "length"
+    while True:
+        token = sample(logits[0], params.sampling, len(sequence))
+        new_ids.append(token)
+        if token == own.model.config.eos_token_id and not params.ignore_end:
+            reason = "stop"
+            break
+        if text := stops.feed(decoder.feed([token])):
+            yield TextDelta(text=text)
+        if stops.matched is not None:
+            reason = "stop"
+            break
+        if len(new_ids) == params.max_tokens:
+            break
+        sequence.append(token)
+        logits = own.decode([sequence])
+    ended = time.perf_counter()
     rest = stops.feed(decoder.finish()) + stops.finish()
     if rest:
         yield TextDelta(text=rest)

@@ -1,4 +1,4 @@
-"""Requests against the dense memory: chunked prefill that stops after the encoder, decode, scoring. Tokens in, logits out.
+"""Requests on a model and a memory: chunked prefill that stops after the encoder, decode, scoring. Tokens in, logits out.
 
 Owns `Sequence` (one request's tokens and unfinished work) and `Session` (a model with its memory). The causal
 encoder-decoder split (report 2.2): a prompt runs the encoder half and the decoder source's rows; the decoder half runs
@@ -7,6 +7,7 @@ only on the last positions, `bounded` (the window, as published) or `exact`. Mus
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from kvist.cache.paged_memory import PagedMemory, takes_native
 from kvist.engine.errors import EmptyPrompt, RequestTooLong
 from kvist.kernels.native import one_torch_thread
 from kvist.model.dspark import Draft
-from kvist.model.memory import DenseMemory, Shared
+from kvist.model.memory import DenseMemory, RequestMemory, Shared
 from kvist.model.rows import Rows, consecutive_rows
 from kvist.model.transformer import Flow, Transformer
 
@@ -86,14 +88,14 @@ class Session:
 
     `replay`: `bounded` runs the decoder half on the last `window` prompt positions (as published, default), `exact` on as
     many as make every later window entry exact. `ced=False` runs all layers on the whole prompt. `chunk`: most prompt
-    tokens of a request in one pass. Inference only: nothing here keeps gradients.
+    tokens of a request in one pass. `memory`: the dense one by default. Inference only: nothing here keeps gradients.
     """
 
     def __init__(
         self,
         model: Transformer,
         *,
-        memory: DenseMemory | None = None,
+        memory: RequestMemory | None = None,
         replay: str = "bounded",
         chunk: int = 512,
         ced: bool = True,
@@ -105,7 +107,7 @@ class Session:
         self.model, self.plan, self.chunk, self.ced = model, model.plan, chunk, ced
         self.device = model.embed.weight.device
         model.numerics.check_device(self.device)
-        self.memory = memory or DenseMemory(model.config, model.numerics)
+        self.memory: RequestMemory = memory or DenseMemory(model.config, model.numerics)
         window, layers = self.plan.window, len(self.plan.layers)
         # A draft ring holds `window` entries of the last layers' inputs, one more than the query's own window reaches.
         self.tail = window if replay == "bounded" else max(window, self.plan.exact_decoder_replay + 1)
@@ -193,13 +195,30 @@ class Session:
 
     @contextmanager
     def slot(self) -> Iterator[int]:
-        """A free memory slot, released at the end whatever happens."""
-        index = max(self.memory.slots, default=-1) + 1
-        self.memory.slot(index)
+        """A free slot of the dense memory, released at the end whatever happens."""
+        memory = self.memory
+        assert isinstance(memory, DenseMemory), "slots of pages are opened by whoever shares the pages out"
+        index = max(memory.slots, default=-1) + 1
+        memory.slot(index)
         try:
             yield index
         finally:
-            self.memory.release(index)
+            memory.release(index)
+
+    def alone(self, tokens: int) -> Session:
+        """The same on a memory of its own for one request, slot 0, of at most `tokens` tokens; it goes with the session.
+
+        Pages, where native code runs whole layers over them, else the dense memory: the same bits.
+        """
+        own, config, numerics = copy.copy(self), self.model.config, self.model.numerics
+        if not (numerics.quantise and takes_native(numerics, self.device)):
+            own.memory = DenseMemory(config, numerics)
+            return own
+        pages = -(-tokens // self.plan.page_tokens)
+        memory = PagedMemory(config, numerics, pages=pages, slots=1, verify_rows=1)
+        memory.open(0, range(pages), 0)
+        own.memory = memory
+        return own
 
     def _rows(self, sequences: list[Sequence], counts: list[int]) -> Rows:
         starts = [(s.slot, s.computed, s.ids_T[s.computed : s.computed + n]) for s, n in zip(sequences, counts, strict=True)]

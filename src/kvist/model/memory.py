@@ -106,6 +106,14 @@ class DraftMemory(Protocol):
         ...
 
 
+class RequestMemory(SharedMemory, DraftMemory, Protocol):
+    """A memory that serves layers and draft blocks."""
+
+    def places(self, rows: Rows, *, block: bool = False) -> LayerPlaces | None:
+        """See `SharedMemory.places` and `DraftMemory.places`."""
+        ...
+
+
 class Slot:
     """One request's state: rows and keys a source, unfinished groups, window entries a layer."""
 
