@@ -28,6 +28,7 @@ MODULES: dict[str, str] = {
     "agent": "agent_trace",
     "server-load": "server_load",
     "replay": "replay_quality",
+    "gpu-greedy": "gpu_greedy",
     "gpu-experts": "gpu_experts",
     "gpu-expert-cuts": "gpu_expert_cuts",
     "gpu-linear": "gpu_linear",

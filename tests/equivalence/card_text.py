@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from benchmarks.greedy_company import book
 from kvist.checkpoint import build_model, locate
 from kvist.engine.session import Session
 from kvist.engine.terminal import book_text
@@ -21,7 +22,6 @@ from kvist.model.memory import DenseMemory
 from kvist.model.numerics import Numerics
 from kvist.model.rows import Rows, Segment, consecutive_rows
 from kvist.model.transformer import Flow, Transformer
-from tests.equivalence.greedy import book
 
 TOKENS = 3000
 

@@ -8,68 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from benchmarks.engine_watch import Outcome as Outcome
+from benchmarks.engine_watch import Watched as Watched
 from kvist.engine.budget import EngineConfig
 from kvist.engine.drafter import Proposal
-from kvist.engine.engine import Engine
-from kvist.engine.request import FinishedEvent, Job, Request, TokenEvent
+from kvist.engine.request import Job, Request
 from kvist.engine.sampler import SamplingParams, sample
 from kvist.engine.session import Sequence as Tokens
 from kvist.engine.session import Session
 from kvist.model.transformer import Transformer
-
-
-@dataclass
-class Outcome:
-    """What came back for one request: tokens, the logits each was chosen from, how it ended."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logits: dict[int, Tensor] = field(default_factory=dict)
-    end: FinishedEvent | None = None
-
-
-class Watched:
-    """An engine that notes the logits behind every token, by request and position (a later row overwrites a rejected one)."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.outcomes: dict[int, Outcome] = {}
-        self._run = engine.runner.run
-        engine.runner.run = self._watch  # type: ignore[method-assign]
-
-    def _watch(self, pieces):  # type: ignore[no-untyped-def]
-        result = self._run(pieces)
-        at = 0
-        for piece, count in zip(pieces, result.counts, strict=True):
-            for row in range(count):
-                self.outcomes[piece.job.id].logits[piece.wanted + row + 1] = result.logits_WV[at + row]
-            at += count
-        return result
-
-    def add(self, request: Request) -> int:
-        number = self.engine.add(request)
-        self.outcomes[number] = Outcome(request)
-        return number
-
-    def step(self) -> None:
-        for event in self.engine.step():
-            if isinstance(event, TokenEvent):
-                self.outcomes[event.id].tokens += event.tokens
-            else:
-                assert self.outcomes[event.id].end is None, "a request ended twice"
-                self.outcomes[event.id].end = event
-
-    def finish(self, limit: int = 5000) -> None:
-        for _ in range(limit):
-            if self.engine.idle:
-                return
-            self.step()
-        raise AssertionError(f"not idle after {limit} steps")
 
 
 class LuckyDrafter:

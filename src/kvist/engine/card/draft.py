@@ -7,6 +7,7 @@ Must not know verification, acceptance or costs. Shapes: N rows, R requests, B d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from kvist.kernels.row_places import RowPlaces, row_places
 
 if TYPE_CHECKING:
     from kvist.engine.card.device_model import DeviceModel
+
+
+FILLS = (16, 128, 1024)
+"""Rows that `fill` runs at once: few sizes, since every size may need kernels of its own."""
 
 
 class Proposed(NamedTuple):
@@ -61,6 +66,21 @@ class CardDrafts:
                 linear_gpu(context_ND, entry, None, 1), ring.values, ring.scales, slot_N, stood.cell_N, form="fp8",
                 norm=(block.attention.entry_norm, c.norm_eps), table=stood.plain,
             )  # fmt: skip
+
+    def fill(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Fill the blocks' windows at these places from the target states that passes have kept in the state."""
+        targets, spare = self.state.targets, self.state.spare
+        for first in range(0, len(slots), FILLS[-1]):
+            count = min(len(slots) - first, FILLS[-1])
+            padding = [0] * (next(size for size in FILLS if size >= count) - count)
+            lines = [[*slots[first : first + count], *(spare for _ in padding)], [*positions[first : first + count], *padding]]
+            slot_N, position_N = torch.tensor(lines, device=self.state.device)
+            self.observe(targets[slot_N, position_N % targets.shape[1]], position_N, slot_N)
+
+    def prepare(self) -> None:
+        """Build what `fill` will need, on the spare slot: the first use of each size would wait for it."""
+        for size in FILLS:
+            self.fill([self.state.spare] * size, [0] * size)
 
     @torch.inference_mode()
     def propose(self, first_R: Tensor, position_R: Tensor, slot_R: Tensor) -> Proposed:

@@ -131,6 +131,8 @@ class CardExecutor:
         if self.blocks is not None:
             first_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.blocks.propose(first_1, first_1, torch.full_like(first_1, spare))
+            if self.device.type == "cuda":
+                self.blocks.prepare()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -229,9 +231,7 @@ class CardExecutor:
                 slots.append(slot)
                 positions.append(position)
             self._filled[slot] = (job.admitted, stop)
-        slot_N, position_N = torch.tensor([slots, positions], device=self.device)
-        targets_NX = self.state.targets[slot_N, position_N % self.state.targets.shape[1]]
-        self.blocks.observe(targets_NX, position_N, slot_N)
+        self.blocks.fill(slots, positions)
 
 
 def _slot(job: Job) -> int:

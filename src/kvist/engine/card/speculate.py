@@ -20,8 +20,6 @@ from kvist.engine.card.draft import CardDrafts
 from kvist.engine.speculation import VerifyPolicy
 from kvist.kernels.keyed_uniform import uniform_stream
 
-FILLED_AT_ONCE = 1024
-"""Rows of the draft windows that are computed together when drafting begins again."""
 KEYS = 4096
 
 
@@ -90,13 +88,13 @@ class Speculation:
 
     def prepare(self) -> None:
         """Capture every graph and build what fills windows now: the first use of each would wait for it. Call before `begin`."""
-        spare, window = self.model.state.spare, self.model.config.plan.window
-        self._slots = [spare] * self.requests
+        spare = self.model.state.spare
+        self._slots, self._unseen = [spare] * self.requests, 0
+        self.drafts.prepare()
         for rows in range(1, self.most + 2):
-            self.positions, self._unseen = [window] * self.requests, window if rows == 1 else 0
+            self.positions = [self.model.config.plan.window] * self.requests
             self.heads_4R.zero_()
             self.heads_4R[2] = spare
-            self._fill()
             self.verify([rows - 1] * self.requests)
         self._unseen = 0
         self.draft()
@@ -155,17 +153,13 @@ class Speculation:
         """Compute the draft windows of steps that did not."""
         if not self._unseen:
             return
-        state, device = self.model.state, self.heads_4R.device
+        window = self.model.config.plan.window
         parts = [
             (slot, at)
             for slot, position in zip(self._slots, self.positions, strict=True)
-            for at in range(max(0, position - min(self._unseen, self.model.config.plan.window)), position)
+            for at in range(max(0, position - min(self._unseen, window)), position)
         ]
-        slot_N, position_N = torch.tensor(parts, device=device).reshape(-1, 2).unbind(1)
-        for first in range(0, len(parts), FILLED_AT_ONCE):
-            slot_n, position_n = (part[first : first + FILLED_AT_ONCE].contiguous() for part in (slot_N, position_N))
-            targets_nX = state.targets[slot_n, position_n % state.targets.shape[1]]
-            self.drafts.observe(targets_nX, position_n, slot_n)
+        self.drafts.fill([slot for slot, _ in parts], [at for _, at in parts])
         self._unseen = 0
 
     def _run(self, kind: str, rows: int, work: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Greedy replies of a model through the engine in different company, and how often they part from those alone and cold.
 
-Owns the ways (batched, cut in chunks, preempted, with drafts, after a hit, after a restart) and the counting. Must not know
-what is allowed. A reply that parts is another one from there on, so each is followed to its first other token only.
+Owns the ways (batched, cut in chunks, preempted, with drafts, after a hit, after a restart), the counting and what a card is
+allowed. A reply that parts is another one from there on, so each is followed to its first other token only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from benchmarks.engine_watch import Outcome, Watched
 from kvist.cache.store import PageStore
 from kvist.cache.tiers import Tiers
 from kvist.checkpoint import locate
@@ -24,12 +23,13 @@ from kvist.engine.terminal import book_text
 from kvist.model.transformer import Transformer
 from kvist.page_layout import PageLayout
 from kvist.text.tokenizer import Tokenizer
-from tests.equivalence.engine_traces import Outcome, Watched
 
 LENGTHS = (3, 64, 65, 200, 450, 900)
 """Below, at and above a window of 64, more than the rows that one query selects, more than an exact replay reaches back."""
 NEW_TOKENS = 32
 FINGERPRINT = bytes(32)
+RATE, MARGIN = 0.1, 2.0
+"""On a card: other tokens per token until then at most, and by how many logits the reply alone may have preferred its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,16 @@ class Compared:
     def rate(self) -> float:
         """Other tokens per token said."""
         return len(self.margins) / self.tokens
+
+    @property
+    def worst(self) -> float:
+        """The largest margin in logits, 0 where none parts."""
+        return max(self.margins, default=0.0)
+
+    @property
+    def allowed(self) -> bool:
+        """Whether rate and margins stay within what a card is allowed."""
+        return self.rate <= RATE and self.worst < MARGIN
 
     def __str__(self) -> str:
         worst = f", margins at most {max(self.margins):.3f}" if self.margins else ""
@@ -180,8 +190,3 @@ class Company:
         for outcome, prompt in zip(found, self.prompts, strict=True):
             assert outcome.end is not None
             assert outcome.end.usage.cached.get(tier, 0) >= len(prompt) // size * size, outcome.end.usage
-
-
-def within(ids: torch.Tensor, logits_TV: torch.Tensor) -> float:
-    """Nats a token of a text under its own teacher-forced logits."""
-    return float(torch.nn.functional.cross_entropy(logits_TV[:-1].float(), ids[1:].to(logits_TV.device)))
