@@ -19,7 +19,7 @@ from benchmarks.page_disk import BATCH, drop_page_cache, key, open_store, scratc
 from benchmarks.slim import Case
 from benchmarks.slim_cases import random_state
 from benchmarks.slim_prefill import hit_prompts
-from kvist.cache.record import Page
+from kvist.cache.record import HEADER_BYTES, Page
 from kvist.engine.card.device_model import DeviceModel
 from kvist.engine.card.page_mover import PageMover
 from kvist.engine.card.prefill import Prefill
@@ -118,7 +118,11 @@ def _from_disk(mover: PageMover, pool_PB: Tensor, host_PB: Tensor, pages: list[i
         plain.write_bytes(host_PB.numpy().data)
 
         def restored() -> None:
-            if mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) != len(pages):
+            came = mover.restore_from(
+                lambda first, stop, memory: store.get_into(keys[first:stop], memory), pages,
+                record_bytes=store.geometry.slot_bytes, page_at=HEADER_BYTES,
+            )  # fmt: skip
+            if came != len(pages):
                 raise WrongResult(f"not all pages came back: {store.counters}")
 
         times: dict[str, list[float]] = {"pages": [], "copy": []}

@@ -5,15 +5,15 @@ Runs on the GPU where there is one, else on the processor, where the same calls 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvist.cache.page_rows import PageRows
-from kvist.cache.record import Page
+from kvist.cache.record import HEADER_BYTES, Page
 from kvist.cache.store import PageStore
+from kvist.engine.card import page_mover
 from kvist.engine.card.page_mover import PageMover
 from kvist.page_layout import PageLayout
 from kvist.presets import preset
@@ -48,40 +48,51 @@ def test_restored_pages_lie_where_they_belong_and_come_back(part_pages: int) -> 
     assert torch.equal(back, host.flip(0))
 
 
-def test_from_a_store_up_to_the_first_missing_page(tmp_path: Path) -> None:
+def test_from_a_store_up_to_the_first_missing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = made()
-    mover, host, pages = PageMover(rows, part_bytes=2 * rows.layout.page_bytes), host_pages(rows), places()
+    monkeypatch.setattr(page_mover, "READ_BYTES", 3 * rows.layout.page_bytes)
+    mover, host, pages = PageMover(rows), host_pages(rows), places()
     keys = [bytes([number]) * 16 for number in range(COUNT)]
     store = PageStore.open(tmp_path, model=b"m" * 16, page_bytes=rows.layout.page_bytes, page_tokens=8)
     store.put([Page(key, row.numpy().tobytes()) for key, row in zip(keys, host, strict=True)])
-    assert mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) == COUNT
+
+    def restored() -> int:
+        return mover.restore_from(
+            lambda first, stop, memory: store.get_into(keys[first:stop], memory), pages,
+            record_bytes=store.geometry.slot_bytes, page_at=HEADER_BYTES,
+        )  # fmt: skip
+
+    assert restored() == COUNT
     assert torch.equal(rows.bytes_PB[pages].cpu(), host)
     rows.bytes_PB.zero_()
     store.condemn([keys[5]])
-    assert mover.restore_from(lambda first, stop: store.get_many(keys[first:stop]), pages) == 5
+    assert restored() == 5
     assert torch.equal(rows.bytes_PB[pages[:5]].cpu(), host[:5])
     assert not rows.bytes_PB[pages[5:]].any()
     store.close()
 
 
 @pytest.mark.parametrize("part_pages", [1, 4, 16, 100])
-def test_a_source_that_ends_early_or_fails(part_pages: int) -> None:
+def test_a_source_that_ends_early_or_fails(part_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = made()
-    mover, host, pages = PageMover(rows, part_bytes=part_pages * rows.layout.page_bytes), host_pages(rows), places()
+    monkeypatch.setattr(page_mover, "READ_BYTES", part_pages * rows.layout.page_bytes)
+    mover, host, pages = PageMover(rows), host_pages(rows), places()
 
-    def ending(first: int, stop: int) -> Iterator[bytes]:
-        return (row.numpy().tobytes() for row in host[first : min(stop, 4)])
+    def ending(first: int, stop: int, memory: memoryview) -> int:
+        there = host[first : min(stop, 4)].numpy().tobytes()
+        memory[: len(there)] = there
+        return len(there) // host.shape[1]
 
     for _ in range(3):  # buffers are used again
         assert mover.restore_from(ending, pages) == 4
         assert torch.equal(rows.bytes_PB[pages[:4]].cpu(), host[:4])
     assert not rows.bytes_PB[pages[4:]].any()
 
-    def broken(first: int, stop: int) -> Iterator[bytes]:
-        for number in range(first, stop):
-            if number == 6:
-                raise OSError("the disk is gone")
-            yield host[number].numpy().tobytes()
+    def broken(first: int, stop: int, memory: memoryview) -> int:
+        if stop > 6:
+            raise OSError("the disk is gone")
+        memory[: (stop - first) * host.shape[1]] = host[first:stop].numpy().tobytes()
+        return stop - first
 
     with pytest.raises(OSError, match="the disk is gone"):
         mover.restore_from(broken, pages)

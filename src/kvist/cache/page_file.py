@@ -31,6 +31,7 @@ _COPIES: Final = (0, HEAD_BYTES // 2)
 BLOCK: Final = 4096
 _GROUP: Final = 9  # of released pages: a little less than 1 MiB
 _STAGE_BYTES: Final = 2 << 20
+_READ_BYTES: Final = 8 << 20
 
 
 class Geometry(NamedTuple):
@@ -96,7 +97,7 @@ class FileSystem:
         """At most `count` bytes from `offset`; fewer at the file's end."""
         return os.pread(fd, count, offset)
 
-    def read_into(self, fd: int, buffers: Sequence[bytearray], offset: int) -> int:
+    def read_into(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
         """Fill buffers one after another from `offset`; returns how many bytes there were."""
         return os.preadv(fd, buffers, offset)
 
@@ -237,6 +238,33 @@ class PageFile:
             return self.read(slot)
         except OSError as error:
             return error
+
+    def read_into(self, slots: Sequence[int], memory: memoryview) -> list[Buffer | OSError]:
+        """`read` for slots in order, each into its place in `memory`, `slot_bytes` apart; neighbours with few large calls.
+
+        What a call stopped at is read again alone, into memory of its own.
+        """
+        size, found = self.geometry.slot_bytes, list[Buffer | OSError]()
+        for first, last in runs_of(slots):
+            target = memory[first * size : last * size]
+            try:
+                there = self._fill_from(slots[first], target)
+            except OSError:
+                found += [self._read_or_error(slot) for slot in slots[first:last]]
+                continue
+            record = HEADER_BYTES + self.geometry.page_bytes
+            found += [target[at : min(at + record, max(there, at))] for at in range(0, len(target), size)]
+        return found
+
+    def _fill_from(self, slot: int, target: memoryview) -> int:
+        """Bytes from a slot's begin on; how many there were before the file's end."""
+        there = 0
+        while there < len(target):
+            came = self._files.read_into(self._fd, [target[there : there + _READ_BYTES]], self._offset(slot) + there)
+            if not came:
+                break
+            there += came
+        return there
 
     def write(self, slot: int, records: Iterable[tuple[Buffer, Buffer]]) -> None:
         """Write (header, payload) pairs into consecutive slots from `slot`. Raises `OSError`. One thread at a time.

@@ -24,23 +24,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Final
 
+from kvist.cache import store_directory as directory
 from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile, runs_of
 from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
-from kvist.cache.record import KEY_BYTES, Buffer, CorruptPage, Page, Stored, check, pack_header
+from kvist.cache.record import HEADER_BYTES, KEY_BYTES, Buffer, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
-from kvist.cache.store_directory import (
-    UNLIMITED,
-    is_no_room,
-    lock_for_writing,
-    make_index,
-    open_index,
-    open_page_file,
-    surroundings,
-)
 from kvist.cache.store_errors import ReadOnlyStore
 
 SYNC_S: Final = 1.0
@@ -68,9 +60,9 @@ class PageStore:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._negative: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._doomed: list[tuple[Entry, bytes | None]] = []
-        self._ceiling, self._ceiling_until = UNLIMITED, 0.0
+        self._ceiling, self._ceiling_until = directory.UNLIMITED, 0.0
         self._synced, self._unsynced, self._bad_index = time.monotonic(), False, False
-        self._index, made_again = open_index(folder, file, read_only=self.read_only)
+        self._index, made_again = directory.open_index(folder, file, read_only=self.read_only)
         self.counters.index_rebuilds += made_again
         self._recount()
 
@@ -96,16 +88,11 @@ class PageStore:
         lock: int | None = None
         file: PageFile | None = None
         try:
-            lock, notice = (None, None) if read_only else lock_for_writing(folder, files, create=model is not None)
-            file, capacity = open_page_file(
-                folder,
-                files,
-                model=model,
-                page_bytes=page_bytes,
-                page_tokens=page_tokens,
-                budget_bytes=budget_bytes,
+            lock, notice = (None, None) if read_only else directory.lock_for_writing(folder, files, create=model is not None)
+            file, capacity = directory.open_page_file(
+                folder, files, model=model, page_bytes=page_bytes, page_tokens=page_tokens, budget_bytes=budget_bytes,
                 writable=lock is not None,
-            )
+            )  # fmt: skip
             store = PageStore(folder, file, capacity, lock, notice)
             if lock is not None and store._index.state()[0] > capacity:
                 store.shrink(capacity)
@@ -115,7 +102,7 @@ class PageStore:
             if lock is not None:
                 os.close(lock)
             if isinstance(error, OSError | sqlite3.Error):
-                raise surroundings(error, folder) from error
+                raise directory.surroundings(error, folder) from error
             raise
         if notice:
             log.warning("%s", notice)
@@ -141,6 +128,22 @@ class PageStore:
             with closing(self._file.read_ahead([entries[key].slot for key in part if key in entries])) as raw:
                 for key in part:
                     yield self._get(key, entries.get(key), next(raw) if key in entries else None)
+
+    def get_into(self, keys: Sequence[bytes], memory: memoryview) -> int:
+        """Pages in order up to the first that `get` would not give, proved where the disk has put them; how many came.
+
+        Each lies HEADER_BYTES behind its place in `memory`, places `geometry.slot_bytes` apart.
+        """
+        entries, size = self._find_many(keys), self.geometry.slot_bytes
+        there = list(takewhile(entries.__contains__, keys))
+        raw = self._file.read_into([entries[key].slot for key in there], memory)
+        for at, (key, record) in enumerate(zip(there, raw, strict=True)):
+            payload = self._get(key, entries[key], record)
+            if payload is None:
+                return at
+            if payload.obj is not memory.obj:  # it was read once more
+                memory[at * size + HEADER_BYTES :][: len(payload)] = payload
+        return len(there)
 
     def prove(self, entry: Entry, raw: Buffer | OSError | None = None) -> Stored | str:
         """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.
@@ -263,15 +266,11 @@ class PageStore:
         pages, index = self._index.pages, self._index.path
         parts = (index, index.with_name(index.name + "-wal"))
         return StoreStat(
-            pages=pages,
-            capacity=None if self._capacity == UNLIMITED else self._capacity,
-            slot_bytes=self.geometry.slot_bytes,
-            page_bytes=self.geometry.page_bytes,
-            used_bytes=HEAD_BYTES + pages * self.geometry.slot_bytes,
-            file_bytes=self._file.nbytes,
-            index_bytes=sum(part.stat().st_size for part in parts if part.exists()),
-            read_only=self.read_only,
-        )
+            pages=pages, capacity=None if self._capacity == directory.UNLIMITED else self._capacity,
+            slot_bytes=self.geometry.slot_bytes, page_bytes=self.geometry.page_bytes,
+            used_bytes=HEAD_BYTES + pages * self.geometry.slot_bytes, file_bytes=self._file.nbytes,
+            index_bytes=sum(part.stat().st_size for part in parts if part.exists()), read_only=self.read_only,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Flush and close; another process may become the writer after this."""
@@ -349,7 +348,7 @@ class PageStore:
                 self._file.write(slots[first], records)
                 written = last
         except OSError as error:
-            if not is_no_room(error):
+            if not directory.is_no_room(error):
                 raise
             self._count("full")
             self._stop_growing()
@@ -409,7 +408,7 @@ class PageStore:
 
     def _remake_index(self) -> int:
         self._index.close()
-        self._index = make_index(self.folder, self._file)
+        self._index = directory.make_index(self.folder, self._file)
         self._bad_index = False
         self._count("index_rebuilds")
         self._recount()
@@ -439,7 +438,7 @@ class PageStore:
         try:
             return work()
         except OSError as error:
-            self._count("full" if is_no_room(error) else counter)
+            self._count("full" if directory.is_no_room(error) else counter)
             log.warning("%s: %s", self.folder, error)
         except sqlite3.Error as error:
             self._note_index(error)

@@ -6,7 +6,7 @@ copy is under way. Must not know keys, files or requests; where pages come from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from kvist.cache.page_rows import PageRows
-from kvist.cache.record import Buffer
 
 PART_BYTES = 64 << 20
 """Bytes of a copy: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
-READ_PARTS = 2
-"""Parts that a copy's bytes are read in, where they come from a function, each by a thread: readers of few pages wait more than
-they read."""
+READ_BYTES = 8 << 20
+"""Bytes that one thread reads at a time where pages come from a function."""
 READERS = 4
 
-Read = Callable[[int, int], Iterable[Buffer | None]]
-"""Bytes of the pages first..stop-1 of those to be restored, in order; None for one that is missing. Called from threads."""
+Read = Callable[[int, int, memoryview], int]
+"""Put the pages first..stop-1 of those to be restored into memory, in order up to the first that is missing; how many came.
+Called from threads."""
 
 
 class _Lane:
@@ -41,30 +40,26 @@ class _Lane:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-class _HostBuffer:
-    """Pinned memory for `pages` pages, filled by one thread at a time."""
+class _Staging:
+    """Pinned memory for `records` records of `record_bytes`, filled by one thread at a time, and as much on the device."""
 
-    def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
-        self.pages_PB = torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.left = torch.cuda.Event() if device.type == "cuda" else None
+    def __init__(self, records: int, record_bytes: int, device: torch.device) -> None:
+        on_card = device.type == "cuda"
+        self.host_RB = torch.empty(records, record_bytes, dtype=torch.uint8, pin_memory=on_card)
+        self.device_RB = torch.empty(records, record_bytes, dtype=torch.uint8, device=device)
+        self.used = torch.cuda.Event() if on_card else None
 
-    def fill(self, payloads: Iterable[Buffer | None]) -> int:
-        """Take pages up to the first that is missing; returns how many came."""
-        if self.left is not None:
-            # What was copied from here before must have left.
-            self.left.synchronize()
-        came, target = 0, self.pages_PB.numpy()
-        for payload in payloads:
-            if payload is None:
-                break
-            target[came] = np.frombuffer(payload, np.uint8)
-            came += 1
-        return came
+    def fill(self, read: Read, first: int, stop: int) -> int:
+        """Read pages first..stop-1; returns how many came."""
+        if self.used is not None:
+            # What lay here before must be in the pool.
+            self.used.synchronize()
+        return read(first, stop, self.host_RB[: stop - first].numpy().data.cast("B"))
 
 
 class PageMover:
     """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device; where pages are read, READERS + 1
-    pinned ones of a part's READ_PARTS.
+    times READ_BYTES, pinned and on the device.
 
     Raises ValueError for a part that holds no page.
     """
@@ -79,12 +74,12 @@ class PageMover:
         self.lanes = [_Lane(self.part, self.page_bytes, self.device) for _ in range(2)]
         self._host_ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._sent = torch.cuda.Event() if self.device.type == "cuda" else None
-        self._buffers: list[_HostBuffer] = []
+        self._staging: list[_Staging] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(lane.device_PB.nbytes for lane in self.lanes)
+        return sum(part.nbytes for part in (*(lane.device_PB for lane in self.lanes), *(one.device_RB for one in self._staging)))
 
     def restore(self, host_PB: Tensor, pages: Sequence[int]) -> None:
         """Host pages (uint8 [count, page bytes], pinned for full speed) into the pool's `pages`, in order.
@@ -100,32 +95,38 @@ class PageMover:
                 self._copy(lane, host_PB[part])
                 # The first copy is on its way before the page numbers are looked at.
                 ids = self._numbers(pages) if ids is None else ids
-                self._scatter(lane, ids[part])
+                self._scatter(lane, ids[part], lane.device_PB[: len(host_PB[part])])
 
-    def restore_from(self, read: Read, pages: Sequence[int]) -> int:
-        """The same from any source, read by several threads, up to the first page that is missing; returns how many came."""
-        size = max(1, self.part // READ_PARTS)
+    def restore_from(self, read: Read, pages: Sequence[int], *, record_bytes: int | None = None, page_at: int = 0) -> int:
+        """The same from any source, read by several threads, up to the first page that is missing; returns how many came.
+
+        `read` puts pages into memory `record_bytes` apart (a page's own size by default), each `page_at` bytes (a multiple of 8)
+        behind its place.
+        """
+        record_bytes = self.page_bytes if record_bytes is None else record_bytes
+        size = max(1, READ_BYTES // record_bytes)
         starts = list(range(0, len(pages), size))
-        if not self._buffers:
-            self._buffers = [_HostBuffer(size, self.page_bytes, self.device) for _ in range(READERS + 1)]
+        if not self._staging or self._staging[0].host_RB.shape[1] != record_bytes:
+            self._staging = [_Staging(size, record_bytes, self.device) for _ in range(READERS + 1)]
 
         def filled(number: int) -> int:
             first = starts[number]
-            return self._buffers[number % len(self._buffers)].fill(read(first, min(first + size, len(pages))))
+            return self._staging[number % len(self._staging)].fill(read, first, min(first + size, len(pages)))
 
         count, ids = 0, self._numbers(pages)
         with self._lanes() as lanes, ThreadPoolExecutor(READERS, thread_name_prefix="kvist-restore") as threads:
             coming = [threads.submit(filled, number) for number in range(min(READERS, len(starts)))]
             for number, first in enumerate(starts):
-                came, buffer, lane = coming[number].result(), self._buffers[number % len(self._buffers)], next(lanes)
-                self._copy(lane, buffer.pages_PB[:came])
-                self._scatter(lane, ids[first : first + came])
-                if buffer.left is not None:
-                    buffer.left.record(lane.stream)
+                came, staging, lane = coming[number].result(), self._staging[number % len(self._staging)], next(lanes)
+                with lane.entered():
+                    staging.device_RB[:came].copy_(staging.host_RB[:came], non_blocking=True)
+                self._scatter(lane, ids[first : first + came], staging.device_RB[:came, page_at : page_at + self.page_bytes])
+                if staging.used is not None:
+                    staging.used.record(lane.stream)
                 count += came
                 if came < min(size, len(pages) - first):
                     break
-                # The next one's buffer is free, or being read from: its thread waits.
+                # The next one's memory is free, or on its way to the pool: its thread waits.
                 if number + READERS < len(starts):
                     coming.append(threads.submit(filled, number + READERS))
         return count
@@ -149,14 +150,14 @@ class PageMover:
         with lane.entered():
             lane.device_PB[: len(host_PB)].copy_(host_PB, non_blocking=True)
 
-    def _scatter(self, lane: _Lane, ids: Tensor) -> None:
+    def _scatter(self, lane: _Lane, ids: Tensor, pages_PB: Tensor) -> None:
         if not len(ids):
             return
         with lane.entered():
             if lane.stream is not None and self._sent is not None:
                 # They may have left after the lanes began; the current stream outlives both.
                 lane.stream.wait_event(self._sent)
-            self.pool_PB.index_copy_(0, ids, lane.device_PB[: len(ids)].view(torch.int64))
+            self.pool_PB.index_copy_(0, ids, pages_PB.view(torch.int64))
 
     def _numbers(self, pages: Sequence[int]) -> Tensor:
         """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both."""
