@@ -1,4 +1,4 @@
-"""Pages read where they are wanted: every fault ends the run of pages where `get` would give none, and no wrong byte is counted."""
+"""Pages read where they are wanted: every fault ends the run of pages where `get` would give none, and no wrong byte counts."""
 
 from __future__ import annotations
 
