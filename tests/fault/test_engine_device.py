@@ -18,6 +18,7 @@ from kvist.engine.errors import BudgetTooSmall
 from kvist.engine.launch import LaunchOptions, launch
 from kvist.engine.session import Session
 from kvist.kernels.device import GpuUnavailable, interpreted, require, require_device
+from kvist.kernels.device.cuda_source import CudaError
 from kvist.model import numerics as model_numerics
 from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
@@ -104,7 +105,15 @@ def test_less_memory_than_planned(monkeypatch: pytest.MonkeyPatch, impl: str, sh
         choice.require_room(model, plan, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), OSError("libcuda.so.1: no such file")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler"),
+        OSError("libcuda.so.1: no such file"),
+        CudaError("a kernel's code: device kernel image is invalid"),
+        ValueError("544 channels"),
+    ],
+)
 def test_a_kernel_that_does_not_build(error: Exception) -> None:
     def warm() -> None:
         raise error
@@ -137,7 +146,15 @@ def test_models_that_the_cards_runner_does_not_take() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("command", [["generate", "nano", "--prompt", "x", "--impl", "gpu"], ["conformance", "--device", "cuda"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "nano", "--prompt", "x", "--impl", "gpu", "--dtype", "bfloat16"],
+        ["serve", "nano", "--", "--impl", "gpu", "--dtype", "bfloat16", "--port", "0"],
+        ["conformance", "--device", "cuda"],
+    ],
+    ids=lambda command: command[0],
+)
 def test_commands_say_it_in_one_line(command: list[str]) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,38 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_source._compiler.cache_clear()
     with pytest.raises(GpuUnavailable, match=r"libnvrtc\.so\.99.*use 'ref'"):
         cuda_source.compile_source("", "empty.cu", "sm_90a")
+
+
+class Refusing:
+    """NVRTC that takes a source, or not, and then finds a mistake in it."""
+
+    def __init__(self, *, takes: bool) -> None:
+        self.takes = takes
+
+    def nvrtcCreateProgram(self, *_: object) -> int:
+        return 0 if self.takes else 3
+
+    def nvrtcCompileProgram(self, *_: object) -> int:
+        return 6
+
+    def nvrtcGetProgramLogSize(self, _: object, size: Any) -> None:
+        size._obj.value = 64
+
+    def nvrtcGetProgramLog(self, _: object, log: Any) -> None:
+        log.value = b"some.cu(3): error: no such instruction"
+
+
+@pytest.mark.parametrize(
+    ("takes", "says"),
+    [
+        (False, "NVRTC does not take some.cu; impl 'ref'"),
+        (True, r"some.cu does not compile for sm_90a; impl 'ref' .*\n.*such"),
+    ],
+)
+def test_a_source_that_does_not_build_is_named(monkeypatch: pytest.MonkeyPatch, takes: bool, says: str) -> None:
+    monkeypatch.setattr(cuda_source, "_compiler", lambda: Refusing(takes=takes))
+    with pytest.raises(GpuUnavailable, match=says):
+        cuda_source.compile_source("text", "some.cu", "sm_90a")
 
 
 def test_a_built_source_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
