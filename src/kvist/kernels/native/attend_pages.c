@@ -5,7 +5,7 @@
  */
 #include "pages.h"
 
-enum { MOST_TILE = 32, TILE_BYTES = 1 << 18 };
+enum { MOST_TILE = 32, TILE_BYTES = 1 << 18, HEADS = 8, MUCH_ATTENDED = 1 << 17 };
 
 typedef struct {
     const page_source *source;
@@ -15,7 +15,7 @@ typedef struct {
     const float *q, *window, *sink;
     const int64_t *topk, *firsts;
     float *out;
-    int64_t heads, selected, tile, most_keys;
+    int64_t heads, selected, tile, most_keys, parts, part_heads; /* heads are shared out where tiles are fewer than threads */
     int block;
     int64_t *missing;
 } attend_job;
@@ -72,7 +72,9 @@ static void attend_range(void *context, int64_t first, int64_t stop)
     row_map map = make_map(k ? job->tile * k : 1, job->missing);
     int ready = keys && scratch && decoded && map.id && map.stamp && map.place;
     for (int64_t t = first; t < stop && ready; t++) {
-        const query_tile *tile = job->tiles + t;
+        const query_tile *tile = job->tiles + t / job->parts;
+        int64_t head = t % job->parts * job->part_heads, heads = job->heads - head;
+        heads = heads < job->part_heads ? heads : job->part_heads;
         const segment *part = job->segments + tile->segment;
         int32_t rows = 0;
         map.now++;
@@ -85,7 +87,7 @@ static void attend_range(void *context, int64_t first, int64_t stop)
                 if (place == rows) read_main_row(job->source, part->slot, id, decoded + rows++ * c);
                 keys[n++] = decoded + place * c;
             }
-            attend_keys(job->q + row * size, keys, n, job->heads, c, job->sink, 0, job->out + row * size, scratch);
+            attend_keys(job->q + row * size + head * c, keys, n, heads, c, job->sink + head, 0, job->out + row * size + head * c, scratch);
         }
     }
     free(map.id), free(map.stamp), free(map.place);
@@ -140,8 +142,11 @@ int64_t kvist_pages_attend(const page_source *source, const window_ring *ring, c
         tile = tile < 1 ? 1 : tile;
         query_tile *list = tile_segments(segments, count, tile, &tiles, &missing);
         int64_t most = ring->window + k + (block ? longest : 0);
-        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, block, &missing};
-        if (list) parallel_ranges(attend_range, &job, tiles, tiles < 2 ? 1 : threads);
+        int64_t sets = (heads + HEADS - 1) / HEADS, parts = tiles < threads && most * heads * ring->width >= MUCH_ATTENDED ? threads : 1;
+        int64_t each = (sets + parts - 1) / parts * HEADS; /* eight heads are scored at once */
+        parts = (heads + each - 1) / each;
+        attend_job job = {source, ring, segments, list, q, window, sink, topk, firsts, out, heads, k, tile, most, parts, each, block, &missing};
+        if (list) parallel_ranges(attend_range, &job, tiles * parts, tiles * parts < 2 ? 1 : threads);
         free(list);
         if (!block && !missing) kvist_rings_write(ring, segments, count, window);
     }

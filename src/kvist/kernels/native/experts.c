@@ -204,7 +204,7 @@ static void inner_range(void *context, int64_t first, int64_t stop)
     int64_t d = job->width, f = job->hidden;
     for (piece p; first < stop; first = p.next) {
         p = piece_of(first, stop, f);
-        const chosen_expert *c = few->list + p.matrix / 2;
+        const chosen_expert *c = few->list + few->count - 1 - p.matrix / 2;
         float *out = (p.matrix % 2 ? few->up : few->gate) + c->first * f;
         product_prepared(few->x + c->input * d, d, c->rows, part_of(job, c->expert, p.matrix % 2 ? 2 : 0), out, f, c->exact,
                          few->pairs + c->input * few->depth, p.from, p.to, job->missing);
@@ -233,7 +233,7 @@ static void outer_range(void *context, int64_t first, int64_t stop)
     int64_t d = job->width, f = job->hidden;
     for (piece p; first < stop; first = p.next) {
         p = piece_of(first, stop, d);
-        const chosen_expert *c = few->list + p.matrix;
+        const chosen_expert *c = few->list + few->count - 1 - p.matrix;
         product_prepared(few->gate + c->first * f, f, c->rows, part_of(job, c->expert, 1), few->y + c->first * d, d, c->exact,
                          few->pairs + c->first * few->depth, p.from, p.to, job->missing);
     }
@@ -261,6 +261,13 @@ static void list_chosen(few_job *few)
     }
 }
 
+/* The first weight of the inner or outer products. */
+static void announce(const few_job *few, int part)
+{
+    weight_t w = part_of(few->job, few->list[few->count - 1].expert, part);
+    reads_weight(w.data, w.outputs * w.inputs * 2);
+}
+
 static void few_rows(const experts_job *job, int threads)
 {
     int64_t d = job->width, f = job->hidden, most = job->rows * (job->active + 1), depth = ((d > f ? d : f) + 1) / 2;
@@ -271,8 +278,12 @@ static void few_rows(const experts_job *job, int threads)
         few.y = x + most * d, few.gate = few.y + most * d, few.up = few.gate + most * f, few.share = few.up + most * f;
         few.pairs = (uint32_t *)(few.share + most);
         list_chosen(&few);
+        /* From the last to the first: the shared one is known before rows choose, so it may be read ahead, and its wide panels
+         * do not come last, where a thread would wait for another's. */
+        if (job->rows < FEW_ROWS) announce(&few, 0);
         parallel_pieces(inner_range, &few, few.count * 2 * share_count(f), threads, PIECES);
         parallel_ranges(hidden_range, &few, few.count, few.count * f < MUCH_HIDDEN ? 1 : threads);
+        if (job->rows < FEW_ROWS) announce(&few, 1);
         parallel_pieces(outer_range, &few, few.count * share_count(d), threads, PIECES);
         for (int64_t n = 0; n < few.count; n++)
             for (int64_t r = list[n].first; r < list[n].first + list[n].rows; r++) add_row(job->out + few.index[r] * d, few.y + r * d, d);

@@ -123,7 +123,7 @@ INLINE void unit_panels(const int R, const int P, const uint32_t *pairs, int64_t
 #pragma GCC unroll 8
             for (int p = 0; p < P; p++) {
                 word[p] = (__m512i)load_words(w->codes + p * w->code_bytes + k * 16);
-                ask_for(w->codes + p * w->code_bytes + k * 16);
+                ask_for(w->codes + p * w->code_bytes + k * 16, P);
             }
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)

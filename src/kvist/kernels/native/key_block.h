@@ -75,7 +75,7 @@ static void load_keys(const uint8_t *codes, const uint8_t *scales, int64_t width
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512i words[MOST_WORDS];
     int64_t w = 0, groups = width / 32;
-    for (int64_t line = 0; line < LANES * width / 2; line += 64) ask_for(codes + line);
+    for (int64_t line = 0; line < LANES * width / 2; line += 64) ask_for(codes + line, 8);
     for (; w + 8 <= width / 8; w += 8) transpose_words(codes + 4 * w, width / 2, words + w);
     __m512i code_at = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)(width / 2)));
     for (; w < width / 8; w++) words[w] = _mm512_i32gather_epi32(code_at, (const int *)(codes + 4 * w), 1);

@@ -25,9 +25,9 @@ void *claim(int64_t bytes, int64_t *missing);
 #define INLINE static inline __attribute__((always_inline))
 
 /* Weights that one row meets come from memory once: asked for this early, into the second cache (measured: a quarter faster than
- * what the processor asks for by itself, twice as fast as into the first). */
-enum { BYTES_AHEAD = 2048 };
-INLINE void ask_for(const void *p) { __builtin_prefetch((const char *)p + BYTES_AHEAD, 0, 2); }
+ * what the processor asks for by itself, twice as fast as into the first). `streams`: how many are read side by side. */
+enum { BYTES_AHEAD = 1 << 14 };
+INLINE void ask_for(const void *p, const int streams) { __builtin_prefetch((const char *)p + BYTES_AHEAD / streams, 0, 2); }
 
 INLINE v16 load16(const float *p) { v16 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store16(float *p, v16 v) { memcpy(p, &v, sizeof v); }
@@ -186,6 +186,18 @@ void product_rows(const float *x, int64_t ldx, int64_t rows, weight_t w, float *
 enum { EXACT = 1, EXACT_PLAIN = 2 };
 void product_prepared(const float *x, int64_t ldx, int64_t rows, weight_t w, float *y, int64_t ldy, int exact,
                       const uint32_t *pairs, int64_t first, int64_t stop, int64_t *missing);
+/* x [rows][groups][inputs] times a packed weight [outputs][inputs], a part of the outputs for each group, to y [rows][outputs]; x is
+ * quantised on the way if `format` >= 0. */
+typedef struct {
+    const float *x;
+    const void *data;
+    float *y;
+    int64_t groups, inputs, outputs;
+    int kind, format, exact;
+} product;
+/* Up to MOST_PRODUCTS of the same number of rows at once, a few rows' weights shared out together. Returns 0 or -missing. */
+enum { MOST_PRODUCTS = 5 };
+int64_t multiply_all(const product *products, int64_t count, int64_t rows, int threads);
 /* Rows of bfloat16 values as pairs, the even input low. */
 void make_pairs(const float *x, int64_t ldx, int64_t rows, int64_t inputs, uint32_t *pairs);
 
@@ -217,6 +229,10 @@ int fp4_rows(const uint32_t *pairs, int64_t ldp, int rows, const fp4_panels *w, 
 int plain_rows(const float *x, int64_t ldx, int64_t rows, int64_t inputs);
 /* One FP4 panel as kind 0 holds it: `depth` words of 16 lanes. */
 void expand_fp4(const uint8_t *codes, const uint8_t *scales, int64_t depth, uint32_t *pairs);
+
+/* A weight that a few rows are about to meet: threads that wait then read ahead what followed it the last time. */
+enum { FEW_ROWS = 8 };
+void reads_weight(const void *data, int64_t bytes);
 
 /* Calls task(context, first, stop) for disjoint ranges that cover [0, count), on up to `threads` threads. */
 typedef void (*range_task)(void *context, int64_t first, int64_t stop);

@@ -74,9 +74,15 @@ static void *take(arena *a, int64_t bytes)
 
 static float *floats(arena *a, int64_t count) { return take(a, 4 * count); }
 
+static product times(const matrix *w, const float *x, float *y, int format, int exact)
+{
+    return (product){x, w->data, y, w->groups, w->inputs, w->outputs, (int)w->kind, format, exact};
+}
+
 static int64_t apply(const matrix *w, const float *x, int64_t rows, float *y, int format, int exact, int threads)
 {
-    return kvist_linear(x, rows, w->groups, w->inputs, w->data, (int)w->kind, w->outputs, y, format, exact, threads);
+    product only = times(w, x, y, format, exact);
+    return multiply_all(&only, 1, rows, threads);
 }
 
 static int64_t enter_half(const layer *l, const entrance *e, const float *x, const float *pre, float *new_pre, halfway *at,
@@ -102,14 +108,12 @@ static void join_groups(const new_groups *g, const float *fresh, float *ring, fl
     for (int64_t k = 0; k < g->kept; k++) memcpy(ring + g->keep_cell[k] * width, fresh + g->keep[k] * width, bytes);
 }
 
-/* Compressed rows and index keys of the groups that this pass completes, into their pages. */
-static int64_t publish_groups(const layer *l, const pass *p, const float *h, const groups_room *room)
+/* Compressed rows and index keys of the groups that this pass completes, into their pages; `room` holds the raw tokens'. */
+static int64_t publish_groups(const layer *l, const pass *p, const groups_room *room)
 {
     const attention_half *a = &l->attention;
     const new_groups *g = p->groups;
-    int64_t c = a->head_width, n = g->groups, failed = apply(&a->rows_kv, h, p->rows, room->kv, -1, 0, (int)p->threads);
-    if (a->rows_gate.data && !failed) failed = apply(&a->rows_gate, h, p->rows, room->gate, -1, 0, (int)p->threads);
-    if (failed) return failed;
+    int64_t c = a->head_width, n = g->groups;
     join_groups(g, room->kv, g->tail_kv, room->group_kv, c);
     if (a->rows_gate.data) {
         join_groups(g, room->gate, g->tail_gate, room->group_gate, c);
@@ -119,7 +123,7 @@ static int64_t publish_groups(const layer *l, const pass *p, const float *h, con
     if (!n) return 0;
     kvist_rms_norm(latent, a->rows_norm, room->latent, n, c, l->norm_eps, (int)p->threads);
     kvist_rotate(room->latent, g->cos, g->sin, room->main, n, 1, c, l->pairs, 0, (int)p->threads);
-    failed = apply(&a->row_key, room->latent, n, room->key, -1, 0, (int)p->threads);
+    int64_t failed = apply(&a->row_key, room->latent, n, room->key, -1, 0, (int)p->threads);
     if (failed) return failed;
     kvist_rms_norm(room->key, a->key_norm, room->key, n, a->index_width, l->norm_eps, (int)p->threads);
     kvist_rotate(room->key, g->cos, g->sin, room->key, n, 1, a->index_width, l->pairs, 0, (int)p->threads);
@@ -127,12 +131,9 @@ static int64_t publish_groups(const layer *l, const pass *p, const float *h, con
     return 0;
 }
 
-static int64_t select_rows(const layer *l, const pass *p, const float *h, const float *rank, const index_room *room)
+static int64_t select_rows(const layer *l, const pass *p, const index_room *room)
 {
     const attention_half *a = &l->attention;
-    int64_t failed = apply(&a->index_q, rank, p->rows, room->q, FORMAT_FP8, 1, (int)p->threads);
-    if (!failed) failed = apply(&a->index_weight, h, p->rows, room->weight, -1, 0, (int)p->threads);
-    if (failed) return failed;
     kvist_rotate(room->q, p->cos, p->sin, room->q, p->rows, a->index_heads, a->index_width, l->pairs, 0, (int)p->threads);
     kvist_quantise(room->q, room->q, p->rows, a->index_heads * a->index_width, FORMAT_MXFP4, (int)p->threads);
     for (int64_t i = 0; i < p->rows * a->index_heads; i++) room->weight[i] *= a->index_scale;
@@ -140,22 +141,35 @@ static int64_t select_rows(const layer *l, const pass *p, const float *h, const 
                               a->chosen, a->block_size, p->pool_blocks, a->published, (int)p->threads);
 }
 
+/* Products of the layer's input, then of its query rank: those of one input at once. */
+static int64_t project(const layer *l, const pass *p, const halfway *at, const attention_room *room, const groups_room *rows,
+                       const index_room *index)
+{
+    const attention_half *a = &l->attention;
+    int64_t count = 2, n = p->rows, failed;
+    product of_input[MOST_PRODUCTS] = {times(&a->wq_a, at->exact, room->rank, -1, 1), times(&a->wkv, at->exact, room->window, -1, 1)};
+    if (p->groups) of_input[count++] = times(&a->rows_kv, at->h, rows->kv, -1, 0);
+    if (p->groups && a->rows_gate.data) of_input[count++] = times(&a->rows_gate, at->h, rows->gate, -1, 0);
+    if (a->index_q.data) of_input[count++] = times(&a->index_weight, at->h, index->weight, -1, 0);
+    if ((failed = multiply_all(of_input, count, n, (int)p->threads))) return failed;
+    kvist_rms_norm(room->rank, a->q_norm, room->rank, n, a->wq_a.outputs, l->norm_eps, (int)p->threads);
+    product of_rank[] = {times(&a->wq_b, room->rank, room->q, FORMAT_FP8, 1), times(&a->index_q, room->rank, index->q, FORMAT_FP8, 1)};
+    return multiply_all(of_rank, a->index_q.data ? 2 : 1, n, (int)p->threads);
+}
+
 static int64_t attend_half(const layer *l, const pass *p, const float *x, float *out, const halfway *at, const attention_room *room,
                            const groups_room *rows, const index_room *index)
 {
     const attention_half *a = &l->attention;
-    int64_t n = p->rows, c = a->head_width, rank = a->wq_a.outputs, failed;
+    int64_t n = p->rows, c = a->head_width, failed = project(l, p, at, room, rows, index);
     int threads = (int)p->threads;
-    if ((failed = apply(&a->wq_a, at->exact, n, room->rank, -1, 1, threads))) return failed;
-    kvist_rms_norm(room->rank, a->q_norm, room->rank, n, rank, l->norm_eps, threads);
-    if ((failed = apply(&a->wq_b, room->rank, n, room->q, FORMAT_FP8, 1, threads))) return failed;
+    if (failed) return failed;
     kvist_rotate(room->q, p->cos, p->sin, room->q, n, a->heads, c, l->pairs, 0, threads);
-    if ((failed = apply(&a->wkv, at->exact, n, room->window, -1, 1, threads))) return failed;
     kvist_rms_norm(room->window, a->kv_norm, room->window, n, c, l->norm_eps, threads);
     kvist_rotate(room->window, p->cos, p->sin, room->window, n, 1, c, l->pairs, 0, threads);
     kvist_quantise(room->window, room->window, n, c, FORMAT_FP8, threads);
-    if (p->groups && (failed = publish_groups(l, p, at->h, rows))) return failed;
-    if (a->index_q.data && (failed = select_rows(l, p, at->h, room->rank, index))) return failed;
+    if (p->groups && (failed = publish_groups(l, p, rows))) return failed;
+    if (a->index_q.data && (failed = select_rows(l, p, index))) return failed;
     failed = kvist_pages_attend(p->source, p->ring, p->segments, p->count, room->q, room->window, p->topk, p->selected, a->sink,
                                 room->out, a->heads, (int)p->block, threads);
     if (failed) return failed;

@@ -25,7 +25,7 @@ static void read_range(void *context, int64_t first, int64_t stop)
                 const uint8_t *place = job->data + block * BLOCK + i * (BLOCK / 8) + at;
                 u16v word;
                 memcpy(&word, place, 64);
-                ask_for(place);
+                ask_for(place, 8);
                 sum[i] ^= word;
             }
     uint32_t all = 0;

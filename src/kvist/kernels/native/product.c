@@ -31,7 +31,7 @@ INLINE void tile(const int mode, const int R, const int P, const float *x, int64
         for (int p = 0; p < P; p++) {
             u16v word;
             memcpy(&word, data + (p * depth + k) * 16, 64);
-            if (R == 1) ask_for(data + (p * depth + k) * 16);
+            if (R == 1) ask_for(data + (p * depth + k) * 16, P);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 if (mode == USE_F32) acc[r][p] = fma16(fill16(x[r * ldx + k]), (v16)word, acc[r][p]);
@@ -229,16 +229,22 @@ static weight_t group_weight(const linear_job *job, int64_t g)
     return (weight_t){data + g * job->panels * 16 * depth, job->each, job->w.inputs, job->w.kind};
 }
 
-/* Shares [first, stop) of all groups' panels for all rows: each weight is read once. */
+typedef struct { linear_job *jobs; int64_t count; } linear_list;
+
+/* Shares [first, stop) of the panels of all jobs and their groups, for all rows: each weight is read once. */
 static void linear_panels(void *context, int64_t first, int64_t stop)
 {
-    const linear_job *job = context;
-    int64_t depth = (job->w.inputs + 1) / 2, ldy = job->groups * job->each;
-    for (piece p; first < stop; first = p.next) {
-        p = piece_of(first, stop, job->each);
-        product_prepared(job->x + p.matrix * job->w.inputs, job->ldx, job->rows, group_weight(job, p.matrix),
-                         job->y + p.matrix * job->each, ldy, job->exact, job->pairs + p.matrix * job->rows * depth, p.from, p.to,
-                         job->missing);
+    const linear_list *list = context;
+    for (const linear_job *job = list->jobs; job < list->jobs + list->count; job++) {
+        int64_t depth = (job->w.inputs + 1) / 2, ldy = job->groups * job->each, shares = job->groups * share_count(job->each);
+        int64_t at = first > 0 ? first : 0, end = stop < shares ? stop : shares;
+        for (piece p; at < end; at = p.next) {
+            p = piece_of(at, end, job->each);
+            product_prepared(job->x + p.matrix * job->w.inputs, job->ldx, job->rows, group_weight(job, p.matrix),
+                             job->y + p.matrix * job->each, ldy, job->exact, job->pairs + p.matrix * job->rows * depth, p.from, p.to,
+                             job->missing);
+        }
+        first -= shares, stop -= shares;
     }
 }
 
@@ -262,28 +268,62 @@ static void linear_rows(void *context, int64_t first, int64_t stop)
     free(buffer);
 }
 
+static linear_job job_of(const product *p, int64_t rows, int64_t *missing)
+{
+    int64_t each = p->outputs / p->groups;
+    weight_t w = {p->data, p->outputs, p->inputs, p->kind};
+    return (linear_job){p->x, p->y, NULL, rows, p->groups * p->inputs, p->groups, each, (each + 15) / 16, w, p->format, p->exact, missing};
+}
+
+static int64_t prepared_bytes(const linear_job *job) { return job->rows * (job->ldx + job->groups * ((job->w.inputs + 1) / 2)) * 4; }
+
+/* Quantised rows and their pairs into `buffer`, or those of the job before if it takes the same. Returns what is left of it. */
+static char *prepare_job(linear_job *job, const product *own, const product *before, char *buffer)
+{
+    if (before && before->x == own->x && before->format == own->format && before->inputs == own->inputs && before->groups == own->groups) {
+        job->x = job[-1].x, job->pairs = job[-1].pairs;
+        if (takes_pairs(job->w, job->exact) <= takes_pairs(job[-1].w, job[-1].exact)) return buffer;
+    }
+    float *quantised = (float *)buffer;
+    uint32_t *pairs = (uint32_t *)(quantised + job->rows * job->ldx);
+    int64_t depth = (job->w.inputs + 1) / 2;
+    if (job->x == own->x && job->format >= 0) {
+        for (int64_t r = 0; r < job->rows; r++) quantise_row(job->x + r * job->ldx, quantised + r * job->ldx, job->ldx, job->format);
+        job->x = quantised;
+    }
+    for (int64_t g = 0; g < job->groups && takes_pairs(job->w, job->exact); g++)
+        make_pairs(job->x + g * job->w.inputs, job->ldx, job->rows, job->w.inputs, pairs + g * job->rows * depth);
+    job->pairs = pairs;
+    return buffer + prepared_bytes(job);
+}
+
+int64_t multiply_all(const product *products, int64_t count, int64_t rows, int threads)
+{
+    linear_job jobs[MOST_PRODUCTS];
+    int64_t missing = 0, bytes = 0, shares = 0, work = 0;
+    for (int64_t n = 0; n < count; n++) {
+        jobs[n] = job_of(products + n, rows, &missing);
+        if (rows > BLOCK_ROWS) parallel_ranges(linear_rows, jobs + n, rows, threads);
+        bytes += prepared_bytes(jobs + n), shares += jobs[n].groups * share_count(jobs[n].each), work += rows * jobs[n].w.outputs * jobs[n].w.inputs;
+    }
+    if (rows > BLOCK_ROWS) return -missing;
+    char *buffer = claim(bytes, &missing), *left = buffer;
+    if (!buffer) return -missing;
+    for (int64_t n = 0; n < count; n++) {
+        left = prepare_job(jobs + n, products + n, n ? products + n - 1 : NULL, left);
+        if (rows < FEW_ROWS) reads_weight(jobs[n].w.data, jobs[n].w.outputs * jobs[n].w.inputs * (jobs[n].w.kind == WEIGHT_F32 ? 4 : 2));
+    }
+    /* A few rows are bound by reading the weight: waking a thread pays from some 4 MB on; many rows by their products. */
+    int alone = rows < FEW_ROWS ? work < MUCH_READ : work < MUCH_WORK;
+    linear_list list = {jobs, count};
+    parallel_pieces(linear_panels, &list, shares, alone ? 1 : threads, PIECES);
+    free(buffer);
+    return -missing;
+}
+
 int64_t kvist_linear(const float *x, int64_t rows, int64_t groups, int64_t inputs, const void *data, int kind, int64_t outputs,
                      float *y, int format, int exact, int threads)
 {
-    int64_t width = groups * inputs, each = outputs / groups, depth = (inputs + 1) / 2, work = rows * outputs * inputs;
-    int64_t missing = 0;
-    weight_t w = {data, outputs, inputs, kind};
-    linear_job job = {x, y, NULL, rows, width, groups, each, (each + 15) / 16, w, format, exact, &missing};
-    if (rows > BLOCK_ROWS) {
-        parallel_ranges(linear_rows, &job, rows, threads);
-        return -missing;
-    }
-    float *buffer = claim(rows * (width + groups * depth) * 4, &missing);
-    if (!buffer) return -missing;
-    uint32_t *pairs = (uint32_t *)(buffer + rows * width);
-    for (int64_t r = 0; r < rows && format >= 0; r++) quantise_row(x + r * width, buffer + r * width, width, format);
-    if (format >= 0) job.x = buffer;
-    for (int64_t g = 0; g < groups && takes_pairs(w, exact); g++)
-        make_pairs(job.x + g * inputs, width, rows, inputs, pairs + g * rows * depth);
-    job.pairs = pairs;
-    /* A few rows are bound by reading the weight: waking a thread pays from some 4 MB on; many rows by their products. */
-    int alone = rows < 8 ? work < MUCH_READ : work < MUCH_WORK;
-    parallel_pieces(linear_panels, &job, groups * share_count(each), alone ? 1 : threads, PIECES);
-    free(buffer);
-    return -missing;
+    product only = {x, data, y, groups, inputs, outputs, kind, format, exact};
+    return multiply_all(&only, 1, rows, threads);
 }

@@ -165,6 +165,7 @@ int64_t kvist_enter(const float *x, const float *pre, const void *fn, int fn_kin
                      &missing};
     if (rows <= ENTER_ROWS && w.outputs * w.inputs >= MUCH_PROJECTED) {
         job.made = made;
+        if (rows < FEW_ROWS) reads_weight(fn, w.outputs * w.inputs * 4);
         parallel_ranges(project_range, &job, (w.outputs + 15) / 16, threads);
     }
     parallel_ranges(enter_range, &job, rows, rows < 32 ? 1 : threads);
