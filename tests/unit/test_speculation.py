@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from kvist.engine.speculation import RISK, SKIPS, TRIAL, AdaptivePolicy, CostTable, FixedPolicy
+from kvist.engine.speculation import HOPELESS, RISK, SKIPS, TRIAL, AdaptivePolicy, CostTable, FixedPolicy, _Record
 
 
 class Machine:
@@ -90,7 +91,7 @@ def test_a_trial_costs_what_the_next_one_must_wait_for() -> None:
         policy.saw_acceptance([0.9], 0)
         drafts.append(step(2, True))
     cycles = sum(drafts)
-    assert cycles == TRIAL // 2 + 1
+    assert cycles == HOPELESS[-1][0] + 1 == 4
     waited = 1
     while not step(1, False):
         waited += 1
@@ -142,3 +143,40 @@ def test_the_cost_table_forgets_the_first_measurement_and_outliers() -> None:
     assert table.at(6) == pytest.approx((1.0 + table.at(8)) / 2)  # type: ignore[operator]
     assert table.at(8) < 2.5  # type: ignore[operator]
     assert table.at(12) > table.at(8)  # type: ignore[operator]
+
+
+JUMP_MS = {1: 5.55, 2: 9.64, 3: 10.8, 4: 11.9, 5: 12.6, 6: 13.2}
+"""A step of one row has launches of its own: two rows cost much more, every further one little."""
+
+
+def jumping() -> AdaptivePolicy:
+    policy = AdaptivePolicy(5, 1)
+    for rows, value_ms in JUMP_MS.items():
+        for _ in range(2):
+            policy.saw_step(1, rows, 1, value_ms / 1e3)
+    policy.seen = policy.claimed = np.full(5, 0.78)
+    return policy
+
+
+def test_one_draft_that_does_not_pay_may_lead_to_several_that_do() -> None:
+    survival = np.cumprod([0.7] * 5).tolist()
+    policy = jumping()
+    alone = (1 + survival[0]) / JUMP_MS[2]
+    assert alone < 1 / JUMP_MS[1], "one draft is worse than none"
+    assert (1 + sum(survival)) / JUMP_MS[6] > 1 / JUMP_MS[1], "five are better"
+    assert policy.lengths([survival]) == [5]
+    policy.seen = policy.claimed = np.full(5, 0.4)
+    policy.records[1] = _Record(cycles=TRIAL)  # until then one draft is judged in any case
+    assert policy.lengths([np.cumprod([0.4] * 5).tolist()]) == [0], "nor is anything that drafts do on average"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_later_drafts_claim_changes_nothing_before_them(seed: int) -> None:
+    """Else a draft's being judged would hang on tokens behind it, and rejection would be biased."""
+    rng = np.random.default_rng(seed)
+    own = rng.uniform(0.2, 1.0, 5)
+    for depth in range(1, 5):
+        other = own.copy()
+        other[depth:] = rng.uniform(0.0, 1.0, 5 - depth)
+        (first,), (second,) = (jumping().lengths([np.cumprod(line).tolist()]) for line in (own, other))
+        assert min(first, depth) == min(second, depth)

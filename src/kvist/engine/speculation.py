@@ -28,8 +28,11 @@ RARELY = 1 / 100
 """Share of steps that may belong to trials, however little they cost."""
 SKIPS = 1
 """Trials in a row that are left out because measured times and acceptance promise nothing."""
-TRIAL, HOPELESS, HOPEFUL = 6, 0.85, 0.95
-"""Cycles of a trial, the gain below which half of them are enough, and the predicted gain from which one is worth it."""
+TRIAL, HOPEFUL = 12, 0.95
+"""Cycles of a trial, and the predicted gain from which one is worth it."""
+HOPELESS = ((TRIAL // 2, 0.85), (TRIAL // 4, 0.65))
+"""Cycles that are enough where the gain is less. Tokens scatter: of three cycles of a drafter that gains a third, one in eight is
+below 0.85."""
 PLAIN_EVERY = 128
 """Cycles between two plain steps, which keep t(r) measured."""
 BLEND = 0.2
@@ -160,9 +163,10 @@ class _Record:
         counted = self.cycles - 1
         if counted:
             self.gain += max(SLOW_BLEND, 1 / counted) * (gain - self.gain)
-        if self.gain < (MARGIN if counted >= TRIAL else HOPELESS if counted >= TRIAL // 2 else 0.0):
+        least = next((gain for cycles, gain in ((TRIAL, MARGIN), *HOPELESS) if counted >= cycles), 0.0)
+        if self.gain < least:
             self.on, self.skipped = False, 0
-            self.debt = self.last = max(self.debt, min(self.cycles, 2 * TRIAL) / RARELY * RISK)
+            self.debt = self.last = max(self.debt, min(self.cycles, TRIAL) / RARELY * RISK)
 
     def wait(self) -> bool:
         """One more plain step; whether it has paid what trials have cost."""
@@ -218,8 +222,9 @@ class AdaptivePolicy:
         return best
 
     def lengths(self, survival: Sequence[Sequence[float]]) -> list[int]:
-        """Drafts in order of survival while the expected tokens a second grow. Survival falls with depth, so prefixes result."""
-        lengths, requests = [0] * len(survival), len(survival)
+        """Drafts in order of survival while the expected tokens a second grow, now or with what may follow. Survival falls with
+        depth, so prefixes result."""
+        lengths, requests, reached = [0] * len(survival), len(survival), [1.0] * len(survival)
         if not requests:
             return lengths
         entries = [
@@ -232,17 +237,29 @@ class AdaptivePolicy:
         tokens, best, line = float(requests), 0.0, self.steps.line
         for count in range(len(entries) + 1):
             if count:
-                tokens += entries[count - 1][0]
-            seconds = line[min(requests + count, len(line) - 1)] if line else None
-            if seconds is not None and tokens / max(seconds, 1e-9) <= best:
+                value, depth, row = entries[count - 1]
+                tokens, reached[row], lengths[row] = tokens + value, value, depth + 1
+            rate = tokens / max(line[min(requests + count, len(line) - 1)], 1e-9) if line else 0.0
+            if line and rate <= best and self._later(lengths, reached, tokens) <= best:
+                if count:
+                    lengths[row] = depth
                 break
-            best = 0.0 if seconds is None else tokens / max(seconds, 1e-9)
-            if count:
-                lengths[entries[count - 1][2]] = entries[count - 1][1] + 1
+            best = max(best, rate)
         if entries and not any(lengths) and self._record(requests).cycles < TRIAL:
             # A trial must see a draft judged, or a wrong correction could never be put right.
             lengths[entries[0][2]] = 1
         return lengths
+
+    def _later(self, lengths: Sequence[int], reached: Sequence[float], tokens: float) -> float:
+        """The best tokens a second of verifying more than `lengths`, should the drafts behind them do as drafts do on average.
+
+        One draft more may mean a step of another kind, which only several pay for. What they claim themselves must not be asked.
+        """
+        further = [value * np.cumprod(self.seen[length:]) for length, value in zip(lengths, reached, strict=True)]
+        values = np.sort(np.concatenate(further))[::-1]
+        rows, line = len(lengths) + sum(lengths), self.steps.line
+        sizes = np.minimum(rows + 1 + np.arange(len(values)), len(line) - 1)
+        return float(np.max((tokens + np.cumsum(values)) / np.maximum(np.array(line)[sizes], 1e-9), initial=0.0))
 
     def _corrected(self, survival: Sequence[float]) -> list[float]:
         """Survival with every confidence scaled by what its depth has been worth."""
