@@ -186,6 +186,25 @@ __device__ __forceinline__ void put_query(u8* tile, int rows, int row, int unit,
 // The low word of a matrix descriptor; its high word is HIGH (rows of 128 bytes, groups of 8 rows 1,024 bytes apart).
 __device__ __forceinline__ u32 descriptor(const void* p) { return ((shared_address(p) & 0x3FFFF) >> 4) | (1u << 16); }
 #define HIGH "0x40000040"
+// A product of 64 keys with 32 or 128 heads of queries, keys in registers: its text, then its operands, sums first.
+#define PRODUCT(shape, sums, a, b, keep, rest)                                                  \
+  "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " keep ", 0;\nmov.b64 b, {" b ", " HIGH "};\n" \
+  "wgmma.mma_async.sync.aligned." shape " {" sums "}, {" a "}, b, p, 1, 1" rest ";\n}\n"
+#define NAMES_16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+  "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h ", %" #i ", %" #j ", %" #k ", %" #l ", %" #m ", %" #n ", %" #o ", %" #p
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define INPUTS(a, b, keep) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep)
+#define SUMS_OF_32 NAMES_16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define SUMS_OF_128                                                                                                             \
+  SUMS_OF_32 ", " NAMES_16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31) ", "                                  \
+  NAMES_16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47) ", "                                                  \
+  NAMES_16(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63)
+#define PRODUCT_32(shape, rest, d, a, b, keep) \
+  PRODUCT(shape, SUMS_OF_32, "%16, %17, %18, %19", "%20", "%21", rest) : SUMS_16(d, 0) : INPUTS(a, b, keep)
+#define PRODUCT_128(shape, rest, d, a, b, keep)                                   \
+  PRODUCT(shape, SUMS_OF_128, "%64, %65, %66, %67", "%68", "%69", rest)           \
+      : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48) : INPUTS(a, b, keep)
 __device__ __forceinline__ float bfloat_at(const u8* p) { return __uint_as_float((u32) * (const unsigned short*)p << 16); }
 
 // Sum over a block of THREADS, and the sum over higher threads. `room` holds 33 words.
