@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-Ints = NDArray[np.int64]
 
 
 class BatchSegment(Protocol):
@@ -94,9 +90,7 @@ class Placement:
         assert len(set(slots)) == len(slots), f"a pass has two segments of one request: slots {slots}"
         self.total = sum(span.length for span in self.spans)
         table = [(s.slot, s.start, s.length, s.position, s.publish_from) for s in self.spans]
-        values = np.array(table, dtype=np.int64).reshape(-1, 5)
-        self._columns = tuple(np.ascontiguousarray(column) for column in values.T)
-        self.table_S5 = torch.from_numpy(values)
+        self.table_S5 = torch.tensor(table, dtype=torch.int64).view(-1, 5)
         self._groupings: dict[tuple[int, int], Grouping] = {}
 
     def grouping(self, ratio: int, ring: int) -> Grouping:
@@ -106,28 +100,26 @@ class Placement:
         return self._groupings[ratio, ring]
 
     def _group(self, ratio: int, ring: int) -> Grouping:
-        slot_S, start_S, _, position_S, publish_S = self._columns
-        stop_S = position_S + self._columns[2]
-        first_S = publish_S // ratio * ratio
-        count_S = np.maximum(stop_S // ratio * ratio - first_S, 0)
-        of_M, member_M = _ragged(first_S, count_S)
-        row_M = member_M - position_S[of_M] + start_S[of_M]
-        early_E = (row_M < start_S[of_M]).nonzero()[0]
-        ring_E = slot_S[of_M[early_E]] * ring + member_M[early_E] % max(ring, 1)
-        row_M[early_E] = 0
-        kept_S = np.maximum(position_S, stop_S - ring)
-        of_K, member_K = _ragged(kept_S, stop_S - kept_S)
-        keep_K = member_K - position_S[of_K] + start_S[of_K]
-        cell_K = slot_S[of_K] * ring + member_K % max(ring, 1)
-        arrays = (row_M.reshape(-1, ratio), early_E, ring_E, slot_S[of_M[::ratio]], member_M[::ratio], keep_K, cell_K)
-        # Contiguous, because native code reads them by address.
-        lasting = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in arrays)
-        batch, early, cells, slots, positions, keep, kept = lasting
-        return Grouping(batch, early, cells, slots, positions, tuple((count_S // ratio).tolist()), keep, kept)
-
-
-def _ragged(first_S: Ints, count_S: Ints) -> tuple[Ints, Ints]:
-    """Runs of consecutive numbers, `count` from `first` each: the run of each number and the numbers, all int64 [sum]."""
-    of_M = np.repeat(np.arange(len(first_S)), count_S)
-    before_S = np.cumsum(count_S) - count_S
-    return of_M, np.arange(len(of_M)) - before_S[of_M] + first_S[of_M]
+        # Runs of Python numbers: for the few rows of a decode step arrays would cost several times as much.
+        parts: tuple[list[int], ...] = tuple([] for _ in range(7))
+        batch, early, ring_cells, slots, positions, keep, cells = parts
+        counts: list[int] = []
+        for span in self.spans:
+            first = span.publish_from // ratio * ratio
+            last = max(span.stop // ratio * ratio, first)
+            before = min(max(span.position - first, 0), last - first)
+            row, cell = span.start - span.position, span.slot * ring
+            early += range(len(batch), len(batch) + before)
+            ring_cells += [cell + member % ring for member in range(first, first + before)]
+            batch += [0] * before
+            batch += range(first + before + row, last + row)
+            counts.append((last - first) // ratio)
+            slots += [span.slot] * counts[-1]
+            positions += range(first, last, ratio)
+            kept = range(max(span.position, span.stop - ring), span.stop)
+            keep += range(kept.start + row, kept.stop + row)
+            cells += [cell + member % ring for member in kept]
+        # One copy to the device; parts are contiguous, because native code reads them by address.
+        together = torch.tensor([number for part in parts for number in part], dtype=torch.int64, device=self.device)
+        batch_M, early_E, ring_E, slots_G, positions_G, keep_K, cell_K = together.split([len(part) for part in parts])
+        return Grouping(batch_M.view(-1, ratio), early_E, ring_E, slots_G, positions_G, tuple(counts), keep_K, cell_K)

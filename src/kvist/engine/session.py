@@ -104,7 +104,7 @@ class Session:
             raise ValueError(f"replay must be one of {', '.join(REPLAY_MODES)}, got {replay!r}")
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
-        self.model, self.plan, self.chunk, self.ced = model, model.plan, chunk, ced
+        self.model, self.plan, self.chunk, self.ced, self.replay = model, model.plan, chunk, ced, replay
         self.device = model.embed.weight.device
         model.numerics.check_device(self.device)
         self.memory: RequestMemory = memory or DenseMemory(model.config, model.numerics)
@@ -122,7 +122,7 @@ class Session:
             raise RequestTooLong(
                 f"{len(sequence)} prompt tokens and {new_tokens} new ones exceed the context of {limit}; shorten one of them"
             )
-        self.model.check_ids(sequence.ids_T)
+        self.model.check_ids(sequence.ids_T[sequence.computed :])
 
     @_inference
     def prefill(self, sequences: list[Sequence], progress: Callable[[Progress], None] | None = None) -> Tensor:

@@ -71,7 +71,9 @@ class Rows:
         """The table of other positions of this pass; layers that bring the same tensors share it."""
         key = id(positions_G), id(freq_P)
         if key not in self._rotary_at:
-            self._rotary_at[key] = positions_G, rotary_table(positions_G, freq_P)  # held, so that its id stays its own
+            none = freq_P.new_empty(0, len(freq_P))
+            table = rotary_table(positions_G, freq_P) if len(positions_G) else (none, none)
+            self._rotary_at[key] = positions_G, table  # held, so that its id stays its own
         return self._rotary_at[key][1]
 
     def pick(self, rows_n: Tensor, segments: tuple[Segment, ...], *, engram: bool = False) -> Rows:

@@ -56,7 +56,7 @@ class Transformer(nn.Module):
             Block(config, spec, numerics, config.n_routed_experts, config.n_activated_experts, own_experts=own_experts)
             for spec in self.plan.layers
         )
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, numerics.row_impl)
         self.head = Linear(config.dim, config.vocab_size, numerics, wide=True)
         self.mtp = DraftBlocks(config, numerics, own_experts=own_experts) if config.n_mtp_layers else None
         self.vision = self.aligner = None
@@ -122,8 +122,14 @@ class Transformer(nn.Module):
         limit = self.config.vocab_size
         if self.token_classes_V is not None:
             limit = min(limit, len(self.token_classes_V))
-        bad = (ids < 0) | (ids >= limit)
-        if bool(bad.any()):
+        if not ids.numel():
+            return ids
+        if ids.numel() == 1:
+            least = most = int(ids.item())
+        else:
+            least, most = (int(end) for end in torch.aminmax(ids))
+        if least < 0 or most >= limit:
+            bad = (ids < 0) | (ids >= limit)
             raise ValueError(f"token id {int(ids[bad][0])} is outside the vocabulary 0..{limit - 1}")
         return ids
 

@@ -244,7 +244,10 @@ class Stretch:
                 given.blocks = kept.data_ptr()
             shared = Shared(kv_source=spec.kv_source, topk_NK=topk, candidates_NB=kept)
         if publish and spec.owns_rows:
-            groups = places.groups(spec.index, rows.rotary_at(places.positions(spec.index), freq_P))
+            positions = places.positions(spec.index)
+            # Groups of one whose every row is new stand where the rows do.
+            alike = spec.ratio == 1 and len(positions) == count
+            groups = places.groups(spec.index, rows.rotary(freq_P) if alike else rows.rotary_at(positions, freq_P))
             given.groups = ctypes.addressof(groups)
             self._kept.append(groups)
         if spec.ratio and shared.kv_source is not None and shared.topk_NK is not None:
