@@ -34,7 +34,7 @@ def gate(device: torch.device, said: Callable[[str], None]) -> None:
     for number in range(both.steps):
         spread, step = both.spread(number), both.step(number)
         layers = max(layers, *step.layers)
-        judged += [off for off, own in zip(step.errors, spread, strict=True) if own < NEAR_TIE]
+        judged += step.judged(spread, NEAR_TIE)
     worst = max(judged, default=0.0)
     if not (layers < WORST_LAYER and worst < WORST_LOGITS):
         raise WrongResult(f"decode is off: layers by {layers:.3f}, logits by {judged}")

@@ -27,8 +27,8 @@ TOKENS = 3000
 
 
 @cache
-def nano(device: str, dtype: torch.dtype, impl: str) -> Transformer:
-    return build_model(locate("nano"), numerics=Numerics(dtype=dtype, impl=impl), device=device)
+def nano(device: str, dtype: torch.dtype, impl: str, *, whole_peaks: bool = False) -> Transformer:
+    return build_model(locate("nano"), numerics=Numerics(dtype=dtype, impl=impl, whole_peaks=whole_peaks), device=device)
 
 
 @cache
@@ -86,9 +86,9 @@ def layers_apart(device: str, dtype: torch.dtype, impl: str, tokens: int = 768) 
     """Relative error of the streams [layers, tokens] behind each layer, given what the CPU's reference has before it.
 
     For the kernels that reference does not round index scores: neither do they, and which of two rows with one rounded score is
-    taken says nothing about a layer.
+    taken says nothing about a layer. It also rounds probabilities where they do (`whole_peaks`).
     """
-    want, got = nano("cpu", dtype, "ref"), nano(device, dtype, impl)
+    want, got = nano("cpu", dtype, "ref", whole_peaks=impl == "gpu"), nano(device, dtype, impl)
     rows, there = _rows(want, tokens), _rows(got, tokens)
     memory = (ExactScores if impl == "gpu" else DenseMemory)(want.config, want.numerics)
     other = DenseMemory(got.config, got.numerics)

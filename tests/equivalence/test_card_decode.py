@@ -79,15 +79,16 @@ def test_rows_that_are_taken_back_leave_no_trace() -> None:
 
 
 def within(both: Beside, nudge: float) -> None:
-    spread: list[float] = []
+    spreads: list[tuple[float, ...]] = []
     steps: list[Step] = []
     for number in range(both.steps):
-        spread += both.spread(number, nudge)
+        spreads.append(both.spread(number, nudge))
         steps.append(both.step(number))
+    spread = [own for line in spreads for own in line]
     layers = [off for step in steps for off in step.layers]
     errors = [off for step in steps for off in step.errors]
     agree = [same for step in steps for same in step.agree]
-    judged = [off for off, own in zip(errors, spread, strict=True) if own < NEAR_TIE]
+    judged = [off for step, own in zip(steps, spreads, strict=True) for off in step.judged(own, NEAR_TIE)]
     worst = max(judged, default=0.0)
     print(
         f"layers off by {statistics.median(layers):.4f} (median), {max(layers):.4f} (worst); logits {worst:.4f} (worst of "
@@ -97,6 +98,9 @@ def within(both: Beside, nudge: float) -> None:
         "logits by row, and the reference's own",
         [(round(off, 3), round(own, 3)) for off, own in zip(errors, spread, strict=True)],
     )
+    print("swayed by the card's layers, and off from there", [
+        (round(a, 3), round(b, 3)) for step in steps for a, b in zip(step.swayed, step.followed, strict=True)
+    ])  # fmt: skip
     print("by layer", [round(max(step.layers[i] for step in steps), 4) for i in range(len(steps[0].layers))])
     assert statistics.median(layers) < 0.03
     assert max(layers) < 0.2

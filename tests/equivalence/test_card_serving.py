@@ -15,9 +15,11 @@ import torch
 from kvist.config import ModelConfig, replace
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine
+from kvist.engine.generate import alone
 from kvist.engine.request import Request
 from kvist.engine.sampler import SamplingParams
-from kvist.engine.session import Session
+from kvist.engine.session import Progress, Sequence, Session
+from kvist.kernels.device import GpuUnavailable
 from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
@@ -118,3 +120,35 @@ def test_a_scored_prompt_has_all_its_logits() -> None:
         got_V, want_V = outcome.logits[position].cpu(), full[position - 1]
         assert float((got_V - want_V).norm() / want_V.norm()) < 0.5
         assert abs(score.logprob - float(got_V.log_softmax(0)[score.token])) < 1e-5
+
+
+def test_a_request_alone_as_generate_runs_it() -> None:
+    """The engine's logits, bit for bit, where the prompt is one pass; another chunk gives the same up to roundings."""
+    from kvist.engine.card.alone import CardSession
+
+    of, prompt = config(drafts=False), PROMPTS[1]
+    made = model(of, "gpu")
+    budget = EngineConfig(pages=8, page_tokens=8, context=64, max_running=1, speculation="off", step_cost=99, replay="exact")
+    (want,) = ask(Watched(Engine(made, budget)), (prompt,), 2)
+    for chunk, done in ((64, [3]), (2, [2, 3])):
+        seen = list[Progress]()
+        own = alone(Session(made, chunk=chunk, replay="exact"), len(prompt) + 1)
+        assert isinstance(own, CardSession)
+        sequence = Sequence(0, torch.tensor(prompt))
+        logits = [own.prefill([sequence], seen.append)[0].clone()]
+        for token in want.tokens[:1] if len(done) == 1 else ():
+            sequence.append(token)
+            logits.append(own.decode([sequence])[0].clone())
+        assert [one.done for one in seen] == done
+        assert sequence.computed == len(sequence)
+        for position, got_V in enumerate(logits, start=len(prompt)):
+            off = float((got_V - want.logits[position]).norm() / want.logits[position].norm())
+            assert off == 0.0 if len(done) == 1 else off < 0.5
+
+
+def test_a_latent_that_kernels_do_not_take() -> None:
+    """Refused before a request, with what runs instead; not by the first request that meets it."""
+    tiny = preset("tiny")
+    assert tiny.o_lora_rank % 64
+    with pytest.raises(GpuUnavailable, match=r"groups of a multiple of 64.*impl 'ref' runs it"):
+        Engine(model(tiny, "gpu"), EngineConfig(pages=8, page_tokens=8, context=32, max_running=1, speculation="off"))

@@ -31,7 +31,7 @@ _COPIES: Final = (0, HEAD_BYTES // 2)
 BLOCK: Final = 4096
 _GROUP: Final = 9  # of released pages: a little less than 1 MiB
 _STAGE_BYTES: Final = 2 << 20
-_READ_BYTES: Final = 8 << 20
+_READ_BYTES: Final = 1 << 20
 
 
 class Geometry(NamedTuple):

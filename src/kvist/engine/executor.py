@@ -24,6 +24,7 @@ from kvist.engine.errors import BudgetTooSmall
 from kvist.engine.request import Job
 from kvist.engine.runner import Runner, StepResult
 from kvist.engine.scheduler import Piece
+from kvist.engine.session import Session
 from kvist.kernels.device import GpuUnavailable
 from kvist.kernels.device.stored import NotReleasedFormat
 from kvist.model.block import Block
@@ -91,6 +92,7 @@ def executor(model: Transformer, config: EngineConfig, plan: MemoryPlan) -> tupl
             except ValueError as error:
                 lacking = str(error)
         _pack_experts(model)
+        warmed(OneByOne(model))
         LOG.warning("engine: GPU operators launched one by one, not the card's captured steps, because %s", lacking)
     elif device.type == "cuda":
         LOG.warning(
@@ -169,6 +171,17 @@ def warmed(runner: Warming) -> None:
         raise
     except Exception as error:
         raise GpuUnavailable(f"impl 'gpu' does not run this model on {runner.device}: {error}; impl 'ref' runs it") from error
+
+
+class OneByOne:
+    """A model whose operators are launched one by one: its first step is one token's through all layers."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.device = model, model.embed.weight.device
+
+    def warm(self) -> None:
+        """See `Warming`."""
+        Session(self.model).score(torch.zeros(1, dtype=torch.int64))
 
 
 def _pack_experts(model: Transformer) -> None:

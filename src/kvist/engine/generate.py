@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvist.engine.sampler import SamplingParams, sample
 from kvist.engine.session import ImageSpan, Progress, Sequence, Session
+from kvist.model.transformer import Transformer
 from kvist.text.stops import StopMatcher
 from kvist.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -55,6 +58,26 @@ class GenerateParams:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
 
+class Alone(Protocol):
+    """One request on a model and a memory of its own: `Session`'s calls."""
+
+    model: Transformer
+
+    def prefill(self, sequences: list[Sequence], progress: Callable[[Progress], None] | None = None) -> Tensor: ...
+    def decode(self, sequences: list[Sequence]) -> Tensor: ...
+
+
+def alone(session: Session, tokens: int) -> Alone:
+    """What runs one request of at most `tokens` tokens: captured steps on a card with impl 'gpu', else `Session.alone`."""
+    if session.model.numerics.impl == "gpu" and session.ced:
+        from kvist.engine.card.alone import CardSession
+
+        card = CardSession.of(session.model, tokens, replay=session.replay, chunk=session.chunk)
+        if card is not None:
+            return card
+    return session.alone(tokens)
+
+
 def stream(
     session: Session,
     tokenizer: Tokenizer,
@@ -72,7 +95,7 @@ def stream(
     decoder = StreamDecoder(tokenizer, skip_control=True)
     sequence = Sequence(0, torch.tensor(prompt_ids, dtype=torch.int64), images)
     session.check(sequence, params.max_tokens)
-    own = session.alone(len(prompt_ids) + params.max_tokens)
+    own = alone(session, len(prompt_ids) + params.max_tokens)
     began = time.perf_counter()
     logits = own.prefill([sequence], progress)
     prefilled = time.perf_counter()

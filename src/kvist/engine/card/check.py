@@ -7,6 +7,7 @@ its prefill is what the card's state takes over. Must not know timing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +43,21 @@ class Step:
 
     `layers`: for each layer, given the reference's own inputs, how far its change of the streams is off, relative to that change
     (the worst row). `errors`: each row's relative error of logits after all layers, where roundings that fall the other way have
-    moved what follows; `agree`: whether its best id is the reference's.
+    moved what follows; `agree`: whether its best id is the reference's. `swayed`: how far the reference's own logits move when
+    every layer is off by what the card's is on given inputs; `followed`: the card's relative error against those.
     """
 
     layers: tuple[float, ...]
     errors: tuple[float, ...]
     agree: tuple[bool, ...]
+    swayed: tuple[float, ...]
+    followed: tuple[float, ...]
+
+    def judged(self, spread: tuple[float, ...], near_tie: float) -> list[float]:
+        """Errors of the rows that can be judged: where the reference stands (`spread` below `near_tie`), against itself, or,
+        where the card's own layers sway it so far, against what it then says."""
+        rows = zip(spread, self.errors, self.swayed, self.followed, strict=True)
+        return [error if swayed < near_tie else followed for own, error, swayed, followed in rows if own < near_tie]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +216,7 @@ class Beside:
         """The next tokens of every request, in both: the whole step, then layers one by one on the reference's inputs."""
         batch = self.batch(number)
         rows = self._rows_of(batch.positions, tuple(a + self.rows for a in batch.positions))
+        memory = copy.deepcopy(self.memory)
         flow, seen = self.model.begin(rows), []
         for layer, block in enumerate(self.model.layers):
             assert isinstance(block, Block)
@@ -219,8 +230,12 @@ class Beside:
         # Layers on given inputs come last: what they write, not what a whole step wrote, is what the next step reads.
         layers = self.card.layer_by_layer(batch, [self._given(before) for before, _ in seen])
         off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
-        errors = (got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)
-        return Step(layers=off, errors=tuple(errors.tolist()), agree=tuple((best_N == want_NV.argmax(1)).tolist()))
+        moves = [got.float() - after.x_NSD.float() for (_, after), got in zip(seen, layers, strict=True)]
+        swayed_NV = self._moved(self.model, rows, memory, lambda layer, *_: moves[layer])
+        return Step(
+            layers=off, errors=_apart(got_NV, want_NV), agree=tuple((best_N == want_NV.argmax(1)).tolist()),
+            swayed=_apart(swayed_NV, want_NV), followed=_apart(got_NV, swayed_NV),
+        )  # fmt: skip
 
     @torch.inference_mode()
     def spread(self, number: int, nudge: float = NUDGE) -> tuple[float, ...]:
@@ -241,21 +256,29 @@ class Beside:
         want_NV = self._nudged(self.model, rows)
         moved = [self._nudged(self._narrow, rows)]
         moved += [self._nudged(self.model, rows, nudge, NUDGES * number + seed) for seed in range(NUDGES if nudge else 0)]
-        errors = torch.stack([(got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1) for got_NV in moved])
-        return tuple(errors.amax(0).tolist())
+        return tuple(map(max, zip(*(_apart(got_NV, want_NV) for got_NV in moved), strict=True)))
 
     def _nudged(self, model: Transformer, rows: Rows, nudge: float = 0.0, seed: int = 0) -> Tensor:
         """Logits of a pass that leaves no trace, in which each layer's change is moved at random."""
-        memory, flow = copy.deepcopy(self.memory), model.begin(rows)
-        memory.numerics = model.numerics
         source = torch.Generator(self.device).manual_seed(seed)
+
+        def noise(_: int, before_NSD: Tensor, after_NSD: Tensor) -> Tensor:
+            size_N11 = (after_NSD.float() - before_NSD.float()).square().mean((1, 2), keepdim=True).sqrt() * nudge
+            return size_N11 * torch.randn(after_NSD.shape, generator=source, device=self.device)
+
+        return self._moved(model, rows, copy.deepcopy(self.memory), noise if nudge else None)
+
+    @staticmethod
+    def _moved(
+        model: Transformer, rows: Rows, memory: PagedMemory, move: Callable[[int, Tensor, Tensor], Tensor] | None
+    ) -> Tensor:
+        """Logits of a pass on a memory that is given away; `move` (layer, streams before, streams after) is added to these."""
+        memory.numerics, flow = model.numerics, model.begin(rows)
         for layer in range(len(model.layers)):
             before, flow = flow.x_NSD, model.run(flow, rows, memory, layer, layer + 1)
-            if nudge:
-                x_NSD = flow.x_NSD.float()
-                size_N11 = (x_NSD - before.float()).square().mean((1, 2), keepdim=True).sqrt() * nudge
-                noise_NSD = torch.randn(x_NSD.shape, generator=source, device=self.device)
-                flow = flow._replace(x_NSD=(x_NSD + size_N11 * noise_NSD).to(flow.x_NSD.dtype))
+            if move is not None:
+                moved_NSD = flow.x_NSD.float() + move(layer, before, flow.x_NSD)
+                flow = flow._replace(x_NSD=moved_NSD.to(flow.x_NSD.dtype))
         return model.logits(flow)
 
     @torch.inference_mode()
@@ -302,3 +325,8 @@ class Beside:
     def run(self) -> list[Step]:
         """All steps."""
         return [self.step(number) for number in range(self.steps)]
+
+
+def _apart(got_NV: Tensor, want_NV: Tensor) -> tuple[float, ...]:
+    """Relative error of each row."""
+    return tuple(((got_NV - want_NV).norm(dim=1) / want_NV.norm(dim=1)).tolist())
