@@ -44,7 +44,8 @@ def config(*, drafts: bool) -> ModelConfig:
 
 
 def model(of: ModelConfig, impl: str) -> Transformer:
-    made = random_model(of, Numerics(dtype=torch.bfloat16, impl=impl))
+    # A reference that judges the card rounds probabilities where the card does.
+    made = random_model(of, Numerics(dtype=torch.bfloat16, impl=impl, whole_peaks=impl != "gpu"))
     if impl == "gpu":
         assert made.token_classes_V is not None
         made, made.token_classes_V = made.to(DEVICE), made.token_classes_V.to(DEVICE)
@@ -122,6 +123,7 @@ def test_a_scored_prompt_has_all_its_logits() -> None:
         assert abs(score.logprob - float(got_V.log_softmax(0)[score.token])) < 1e-5
 
 
+@pytest.mark.skipif(INTERPRETED, reason="pages of the default size are too much for the interpreter; needs a GPU")
 def test_a_request_alone_as_generate_runs_it() -> None:
     """The engine's logits, bit for bit, where the prompt is one pass; another chunk gives the same up to roundings."""
     from kvist.engine.card.alone import CardSession

@@ -37,6 +37,10 @@ NUDGES, NUDGE = 8, 0.03
 """Ways in which `Beside.spread` moves the reference, and how far: as one rounding that falls the other way may, and a layer."""
 
 
+Move = Callable[[int, Flow, Flow], tuple[Tensor, Tensor]]
+"""What is added to a layer's streams and collapse weights, by its number, what went in and what came out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step of one batch.
@@ -229,8 +233,11 @@ class Beside:
         got_NV, best_N = self.card.decode(batch)
         # Layers on given inputs come last: what they write, not what a whole step wrote, is what the next step reads.
         layers = self.card.layer_by_layer(batch, [self._given(before) for before, _ in seen])
-        off = tuple(self._off(*pair, got) for pair, got in zip(seen, layers, strict=True))
-        moves = [got.float() - after.x_NSD.float() for (_, after), got in zip(seen, layers, strict=True)]
+        off = tuple(self._off(*pair, got_NSD) for pair, (got_NSD, _) in zip(seen, layers, strict=True))
+        moves = [
+            (got_NSD.float() - after.x_NSD.float(), pre_NS - after.pre_NS)
+            for (_, after), (got_NSD, pre_NS) in zip(seen, layers, strict=True)
+        ]
         swayed_NV = self._moved(self.model, rows, memory, lambda layer, *_: moves[layer])
         return Step(
             layers=off, errors=_apart(got_NV, want_NV), agree=tuple((best_N == want_NV.argmax(1)).tolist()),
@@ -262,23 +269,24 @@ class Beside:
         """Logits of a pass that leaves no trace, in which each layer's change is moved at random."""
         source = torch.Generator(self.device).manual_seed(seed)
 
-        def noise(_: int, before_NSD: Tensor, after_NSD: Tensor) -> Tensor:
-            size_N11 = (after_NSD.float() - before_NSD.float()).square().mean((1, 2), keepdim=True).sqrt() * nudge
-            return size_N11 * torch.randn(after_NSD.shape, generator=source, device=self.device)
+        def noise(_: int, before: Flow, after: Flow) -> tuple[Tensor, Tensor]:
+            change_NSD = after.x_NSD.float() - before.x_NSD.float()
+            size_N11 = change_NSD.square().mean((1, 2), keepdim=True).sqrt() * nudge
+            drawn_NSD = torch.randn(change_NSD.shape, generator=source, device=self.device)
+            return size_N11 * drawn_NSD, torch.zeros_like(after.pre_NS)
 
         return self._moved(model, rows, copy.deepcopy(self.memory), noise if nudge else None)
 
     @staticmethod
-    def _moved(
-        model: Transformer, rows: Rows, memory: PagedMemory, move: Callable[[int, Tensor, Tensor], Tensor] | None
-    ) -> Tensor:
-        """Logits of a pass on a memory that is given away; `move` (layer, streams before, streams after) is added to these."""
+    def _moved(model: Transformer, rows: Rows, memory: PagedMemory, move: Move | None) -> Tensor:
+        """Logits of a pass on a memory that is given away, each layer's streams and collapse weights moved."""
         memory.numerics, flow = model.numerics, model.begin(rows)
         for layer in range(len(model.layers)):
-            before, flow = flow.x_NSD, model.run(flow, rows, memory, layer, layer + 1)
+            before, flow = flow, model.run(flow, rows, memory, layer, layer + 1)
             if move is not None:
-                moved_NSD = flow.x_NSD.float() + move(layer, before, flow.x_NSD)
-                flow = flow._replace(x_NSD=moved_NSD.to(flow.x_NSD.dtype))
+                streams_NSD, pre_NS = move(layer, before, flow)
+                moved_NSD = (flow.x_NSD.float() + streams_NSD).to(flow.x_NSD.dtype)
+                flow = flow._replace(x_NSD=moved_NSD, pre_NS=flow.pre_NS + pre_NS)
         return model.logits(flow)
 
     @torch.inference_mode()

@@ -134,9 +134,9 @@ def captured(warm: Callable[[], object], work: Callable[[], object]) -> torch.cu
 class DeviceModel:
     """Decode steps of a packed model over a card's state.
 
-    `graphs`: capture steps (on a card; refused elsewhere). `overlap`: the shared expert runs on a stream of its own, beside the
-    routed ones, where rows are enough for that to pay. `one_row`: a step of one row takes the launches made for it, where they
-    fit. Raises GpuUnavailable where the operators cannot run.
+    `graphs`: capture steps (on a card; refused elsewhere). `overlap`: on a stream of its own run the shared expert, beside the
+    routed ones, where rows are enough for that to pay, and a single row's keys, beside its queries. `one_row`: a step of one row
+    takes the launches made for it, where they fit. Raises GpuUnavailable where the operators cannot run.
     """
 
     def __init__(
@@ -183,8 +183,9 @@ class DeviceModel:
         return held.logits_MV[index], held.best_M[index]
 
     @torch.inference_mode()
-    def layer_by_layer(self, batch: Batch, given: list[Given]) -> list[Tensor]:
-        """The streams that each layer makes of the inputs it is given, for checks. Writes what the step writes."""
+    def layer_by_layer(self, batch: Batch, given: list[Given]) -> list[tuple[Tensor, Tensor]]:
+        """The streams that each layer makes of the inputs it is given, and their collapse weights, for checks. Writes what the
+        step writes."""
         self._check(batch)
         held = self.buffers(len(batch.slots), max(batch.counts))
         held.fill(batch, self.state.spare)
@@ -202,7 +203,7 @@ class DeviceModel:
             assert x_MSD is not None and pre_MS is not None
             published = replace(chosen, topk_NK=spread(chosen.topk_NK, -1), pool_NB=spread(chosen.pool_NB, -1))
             out = self.step_layer(layer, at, found, x_MSD, Mix(pre_MS, pre_MS, pre_MS), None, published, None)
-            outs.append(left(out[2], out[0], out[1])[where])
+            outs.append((left(out[2], out[0], out[1])[where], out[1].pre_NS[where]))
         return outs
 
     def runner(self, held: Buffers, tokens: int, *, advance: bool) -> Callable[[], object]:

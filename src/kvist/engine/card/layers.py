@@ -56,10 +56,11 @@ class Targets:
             mean_streams_gpu(x_NSD, self.states_NX, self.layers.index(layer) * self.width, self._keep)
 
 
-def plain_product(x_NI: Tensor, w_OI: Tensor, *, wide: bool = False) -> Tensor:
-    """bfloat16 rows times a bfloat16 weight, float32 sums rounded to bfloat16 once, or as they are (`wide`)."""
+def plain_product(x_NI: Tensor, w_OI: Tensor, *, wide: bool = False, forked: bool = False) -> Tensor:
+    """bfloat16 rows times a bfloat16 weight, float32 sums rounded to bfloat16 once, or as they are (`wide`). `forked`: the first
+    launch of a stream behind another one's work."""
     if thin_fits(x_NI, w_OI):
-        return thin_gpu(x_NI, w_OI, wide=wide)
+        return thin_gpu(x_NI, w_OI, wide=wide, forked=forked)
     return wide_product(x_NI, w_OI) if wide else torch.nn.functional.linear(x_NI, w_OI)
 
 
@@ -85,7 +86,8 @@ BESIDE_ROWS = 4
 
 
 class Layers:
-    """The operators of one model on one card. `beside`: a stream for the shared expert while the routed ones run, or None."""
+    """The operators of one model on one card. `beside`: a stream for the shared expert while the routed ones run, and for a
+    single row's keys and index weights while its queries are made, or None."""
 
     def __init__(self, config: ModelConfig, state: CardState, beside: torch.cuda.Stream | None = None) -> None:
         self.config, self.state, self.plan, self.beside = config, state, config.plan, beside
@@ -139,13 +141,33 @@ class Layers:
         key_NI = plain_product(latent_NC, w.key)
         write_rows(key_NI, planes.key_codes, planes.key_scales, page_N, row_N, form="mxfp4", norm=(w.key_norm, eps), table=rope)
 
-    def select(self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen) -> Chosen:
-        """Each query's rows of the layer's source, and the candidate pool where the layer publishes one."""
+    def apart(self, w: AttentionWeights, spec: LayerSpec, at: Places, h_ND: Tensor) -> Tensor | None:
+        """What a layer with an indexer makes of its normed input alone, on the stream beside: the row's publication where it is
+        a source, and the index heads' weights for `select`. None, and nothing done, without that stream."""
+        if self.beside is None or w.indexer is None:
+            return None
+        self.beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.beside):
+            weight_NJ = plain_product(h_ND, w.indexer.heads, forked=True)
+            if w.compressor is not None:
+                self.publish(w.compressor, spec, at, h_ND)
+        return weight_NJ
+
+    def select(
+        self, w: IndexerWeights, spec: LayerSpec, at: Places, h_ND: Tensor, rank_NQ: Tensor, chosen: Chosen,
+        weight_NJ: Tensor | None = None,
+    ) -> Chosen:  # fmt: skip
+        """Each query's rows of the layer's source, and the candidate pool where the layer publishes one. `weight_NJ`: what
+        `apart` has given; the stream beside is waited for."""
         c, source = self.config, spec.kv_source
         assert source is not None and at.head_rope is not None
         q_MI = linear_gpu(rank_NQ, w.query, None, 1).view(-1, c.index_head_dim)
         q_NJI = rows_gpu(q_MI, form="mxfp4", table=at.head_rope).unflatten(0, (-1, c.index_n_heads))
-        weight_NJ = plain_product(h_ND, w.heads)
+        if weight_NJ is None:
+            weight_NJ = plain_product(h_ND, w.heads)
+        else:
+            assert self.beside is not None, "there is a stream beside where `apart` gave weights"
+            torch.cuda.current_stream().wait_stream(self.beside)
         pages, publish = self.state.pages[source], c.candidate_topk_blocks if spec.publishes_candidates else 0
         pool_NB = None if spec.candidate_source is None else chosen.pool_NB
         released = fits(q_NJI, pages, c.index_topk, c.candidate_block_size, publish)

@@ -74,14 +74,15 @@ class OneRow:
         ring, rope = self.layers.state.ring(spec.index), at.rope[spec.ratio > 0]
         assert ring.scales is not None
         parts, h_ND, _ = product_of_streams(head, w.enter)
+        weight_NJ = self.layers.apart(w, spec, at, h_ND)
         entry = Entry(w.entry_norm, *rope, ring.values, ring.scales, at.slot_N, at.cell_N)
         q_NX, rank_NQ, mix = product_of_parts(
             parts, w.query_norm, c.norm_eps, w.query, entry, head
         )  # fmt: skip
-        if w.compressor is not None:
+        if w.compressor is not None and weight_NJ is None:
             self.layers.publish(w.compressor, spec, at, h_ND)
         if w.indexer is not None:
-            chosen = self.layers.select(w.indexer, spec, at, h_ND, rank_NQ, chosen)
+            chosen = self.layers.select(w.indexer, spec, at, h_ND, rank_NQ, chosen, weight_NJ)
         pages = None if spec.ratio == 0 or chosen.source is None else self.layers.state.pages[chosen.source]
         out_NHC = attend_packed(
             q_NX.unflatten(1, (c.n_heads, c.head_dim)), ring, at.span_N2, at.slot_N, pages,

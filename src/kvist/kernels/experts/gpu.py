@@ -44,10 +44,14 @@ class Shape(NamedTuple):
 DECODE = Shape(8, 2, 4, 4, 1024)
 GROUPED = Shape(32, 2, 4, 4)
 PREFILL = Shape(256, 2, 8, 3)
-LAID_ROWS = 40
-"""Choices an expert from which `grouped.cu` is faster: 24 and 48 were measured."""
-FULL_TILE = 64
-"""Choices an expert from which wide tiles cost less than many narrow ones (estimated from 24 and 192, measured)."""
+SHAPES = (
+    (5.25, DECODE._replace(programs=0)), (13.5, GROUPED._replace(tile=16)), (28, GROUPED), (64, GROUPED._replace(tile=64)),
+    (float("inf"), PREFILL),
+)  # fmt: skip
+"""Cuts by the choices an expert up to which they are fastest. Tiles of 8, 16, 32 and 64, us for 128 experts on an H200: 746, 816,
+915, - at 4.5; 811, 819, 931, - at 6; 1,329, 893, 937, - at 12; -, 1,282, 941, - at 18; -, -, 1,548, 1,290 at 36."""
+LAID_ROWS = 56
+"""Choices an expert from which `grouped.cu` is faster: 48 and 54 (1,433 us for 1,352, 1,553 for 1,490) and 192 were measured."""
 
 
 class Plan(NamedTuple):
@@ -339,7 +343,7 @@ def down_gpu(hidden: Tensor, ids_NS: Tensor, plan: Plan, weight: PanelWeight, sh
 
 def shape_for(rows: int, choices: int, weight: PanelWeight) -> Shape:
     """The cut for rows with so many choices in all. Wide programs need whole double panels."""
-    shape = DECODE if rows <= DECODE_ROWS else GROUPED if choices <= FULL_TILE * weight.experts else PREFILL
+    shape = DECODE if rows <= DECODE_ROWS else next(cut for most, cut in SHAPES if choices <= most * weight.experts)
     if weight.outputs % (64 * shape.panels) == 0:
         return shape
     return shape._replace(panels=1, warps=4)

@@ -27,8 +27,9 @@ STREAMS = 4
 LOGITS = 2 * STREAMS + STREAMS * STREAMS
 
 
-MOST_TRITON_ROWS = 16
-"""Rows up to which the Triton pass is used on Hopper: 64 rows take 10.9 us by `pass.cu` and 18.5 so, 4,096 rows 253 and 426."""
+MOST_TRITON_ROWS = 1
+"""Rows up to which the Triton pass is used on Hopper: 2 rows take 8.0 us by `pass.cu` and 8.4 so (12.5 and 14.5 where nothing
+lies in L2), 16 rows 8.8 and 12.6, 64 rows 10.9 and 18.5, 4,096 rows 253 and 426."""
 
 
 class Cut(NamedTuple):
@@ -352,7 +353,7 @@ def pass_gpu(
 ) -> Entered:
     """Leave with `y_ND` and `mix` (None: the streams are the input already), then enter with `mix.pre_NS`.
 
-    `cut` None: as measured best for the rows (more than 16 rows on Hopper: as "cuda"); "cuda": the first launch by `pass.cu`,
+    `cut` None: as measured best for the rows (more than one row on Hopper: as "cuda"); "cuda": the first launch by `pass.cu`,
     two or more rows on Hopper.
     """
     _check(x_NSD, *(() if y_ND is None else (y_ND,)))

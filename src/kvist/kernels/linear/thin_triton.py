@@ -67,10 +67,11 @@ def thin_fits(x_NI: Tensor, weight_OI: Tensor) -> bool:
     return 0 < len(x_NI) <= MOST_ROWS and (inputs % STEP == 0 or inputs in (64, 128))
 
 
-def thin_gpu(x_NI: Tensor, weight_OI: Tensor, *, wide: bool) -> Tensor:
+def thin_gpu(x_NI: Tensor, weight_OI: Tensor, *, wide: bool, forked: bool = False) -> Tensor:
     """bfloat16 rows [N,I] and weight [O,I] -> [N,O]: float32 sums as they are (`wide`) or rounded once to bfloat16.
 
-    Only where `thin_fits`. Calls with one weight must follow one another. Raises GpuUnavailable, or ValueError for other dtypes.
+    Only where `thin_fits`. Calls with one weight must follow one another. `forked`: the stream waits for another one, which a
+    launch before its turn would not. Raises GpuUnavailable, or ValueError for other dtypes.
     """
     require_gpu()
     require_bfloat16("linear", x_NI, weight_OI)
@@ -82,6 +83,6 @@ def thin_gpu(x_NI: Tensor, weight_OI: Tensor, *, wide: bool) -> Tensor:
     parts = torch.empty(splits * n * outputs if splits > 1 else 0, dtype=torch.float32, device=device)
     _thin[(blocks, splits)](
         x_NI.contiguous(), weight_OI, out, parts, arrivals(weight_OI, blocks), n, n * outputs, K=inputs, R=outputs, T=MOST_ROWS,
-        B=BLOCK, STEP=step, SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN, num_warps=4, **early(PLAIN),
+        B=BLOCK, STEP=step, SPLITS=splits, STEPS=steps // splits, PLAIN=PLAIN, num_warps=4, **early(PLAIN or forked),
     )  # fmt: skip
     return out
