@@ -261,9 +261,10 @@ static void list_chosen(few_job *few)
     }
 }
 
-/* The first weight of the inner or outer products. */
+/* The first weight of the inner or outer products, if there are any. */
 static void announce(const few_job *few, int part)
 {
+    if (!few->count || few->job->rows >= FEW_ROWS) return;
     weight_t w = part_of(few->job, few->list[few->count - 1].expert, part);
     reads_weight(w.data, w.outputs * w.inputs * 2);
 }
@@ -280,10 +281,10 @@ static void few_rows(const experts_job *job, int threads)
         list_chosen(&few);
         /* From the last to the first: the shared one is known before rows choose, so it may be read ahead, and its wide panels
          * do not come last, where a thread would wait for another's. */
-        if (job->rows < FEW_ROWS) announce(&few, 0);
+        announce(&few, 0);
         parallel_pieces(inner_range, &few, few.count * 2 * share_count(f), threads, PIECES);
         parallel_ranges(hidden_range, &few, few.count, few.count * f < MUCH_HIDDEN ? 1 : threads);
-        if (job->rows < FEW_ROWS) announce(&few, 1);
+        announce(&few, 1);
         parallel_pieces(outer_range, &few, few.count * share_count(d), threads, PIECES);
         for (int64_t n = 0; n < few.count; n++)
             for (int64_t r = list[n].first; r < list[n].first + list[n].rows; r++) add_row(job->out + few.index[r] * d, few.y + r * d, d);

@@ -7,10 +7,6 @@
  */
 #include "kvist.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 static const float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 /* The E2M1 values of the low four bits of each lane. */
@@ -78,7 +74,7 @@ INLINE void row_panels(const int P, const int dot, const float *x, const uint32_
 #ifdef __AVX512BF16__
                 if (dot) {
                     u16v pair = ((u16v)odd & 0xffff0000u) | ((u16v)even >> 16);
-                    acc[p] = (v16)_mm512_dpbf16_ps((__m512)acc[p], (__m512bh)pair, (__m512bh)_mm512_set1_epi32((int)pairs[k + j]));
+                    acc[p] = dot_pairs(acc[p], pair, (u16v){0} + pairs[k + j]);
                     continue;
                 }
 #endif
@@ -98,7 +94,7 @@ INLINE void unit_panels(const int R, const int P, const uint32_t *pairs, int64_t
     static const uint16_t E2M1_BF16[32] = {
         0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
         0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-    const __m512i table = _mm512_loadu_si512(E2M1_BF16);
+    const u16v table = load_words((const uint8_t *)E2M1_BF16);
     v16 acc[4][8];
     i16v unit[8]; /* as a float's exponent bits */
     const i16v one = (i16v){0} + (127 << 23);
@@ -119,22 +115,19 @@ INLINE void unit_panels(const int R, const int P, const uint32_t *pairs, int64_t
             for (int r = 0; r < R; r++) acc[r][p] *= factor;
         }
         for (int64_t k = first; k < first + 16 && k < w->depth; k += 4) {
-            __m512i word[8];
+            u16v word[8];
 #pragma GCC unroll 8
             for (int p = 0; p < P; p++) {
-                word[p] = (__m512i)load_words(w->codes + p * w->code_bytes + k * 16);
+                word[p] = load_words(w->codes + p * w->code_bytes + k * 16);
                 ask_for(w->codes + p * w->code_bytes + k * 16, P);
             }
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
                 for (int p = 0; p < P; p++) {
-                    __m512bh pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(word[p], 4 * (unsigned)j), table);
+                    u16v pair = look_up(table, word[p] >> (uint32_t)(4 * j));
 #pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) {
-                        __m512bh row = (__m512bh)_mm512_set1_epi32((int)pairs[r * ldp + k + j]);
-                        acc[r][p] = (v16)_mm512_dpbf16_ps((__m512)acc[r][p], pair, row);
-                    }
+                    for (int r = 0; r < R; r++) acc[r][p] = dot_pairs(acc[r][p], pair, (u16v){0} + pairs[r * ldp + k + j]);
                 }
         }
     }

@@ -6,10 +6,6 @@
 
 #include <stdatomic.h>
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#endif
-
 typedef struct { const uint8_t *data; int64_t bytes; atomic_llong sum; } read_job;
 
 enum { BLOCK = 1 << 18 };
@@ -51,17 +47,15 @@ static void dots_range(void *context, int64_t first, int64_t stop)
     dots_job *job = context;
     int64_t total = 0;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    __m512i sum[CHAINS], bytes = _mm512_set1_epi32((int)(first | 0x01010101));
+    i16v sum[CHAINS], bytes = (i16v){0} + (int32_t)(first | 0x01010101);
 #pragma GCC unroll 8
-    for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_epi32(i);
+    for (int i = 0; i < CHAINS; i++) sum[i] = (i16v){0} + i;
     for (int64_t n = first * OPERATIONS; n < stop * OPERATIONS; n += CHAINS)
 #pragma GCC unroll 8
-        for (int i = 0; i < CHAINS; i++) {
-            sum[i] = _mm512_dpbusd_epi32(sum[i], bytes, bytes);
-            __asm__ volatile("" : "+v"(sum[i])); /* one after the other, none folded into another */
-        }
-#pragma GCC unroll 8
-    for (int i = 0; i < CHAINS; i++) total += _mm512_reduce_add_epi32(sum[i]);
+        for (int i = 0; i < CHAINS; i++) /* one after the other, none folded into another */
+            __asm__ volatile("vpdpbusd %1, %1, %0" : "+v"(sum[i]) : "v"(bytes));
+    for (int i = 0; i < CHAINS; i++)
+        for (int lane = 0; lane < 16; lane++) total += sum[i][lane];
 #else
     (void)first, (void)stop;
 #endif

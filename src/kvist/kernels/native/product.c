@@ -5,10 +5,6 @@
  */
 #include "kvist.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 INLINE v16 upper(u16v pairs) { return (v16)(pairs & 0xffff0000u); }
 INLINE v16 lower(u16v pairs) { return (v16)(pairs << 16); }
 
@@ -41,8 +37,7 @@ INLINE void tile(const int mode, const int R, const int P, const float *x, int64
                 }
 #ifdef __AVX512BF16__
                 else
-                    acc[r][p] = (v16)_mm512_dpbf16_ps((__m512)acc[r][p], (__m512bh)word,
-                                                      (__m512bh)_mm512_set1_epi32((int)pairs[r * ldp + k]));
+                    acc[r][p] = dot_pairs(acc[r][p], word, (u16v){0} + pairs[r * ldp + k]);
 #endif
             }
         }

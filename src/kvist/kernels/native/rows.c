@@ -107,6 +107,8 @@ INLINE void sinkhorn(float *c, const int s, int iterations, float eps)
     }
 }
 
+SELDOM void any_sinkhorn(float *c, int s, int iterations, float eps) { sinkhorn(c, s, iterations, eps); }
+
 static void coefficients(const enter_job *job, const float *mixes, int64_t r)
 {
     int s = (int)job->streams;
@@ -118,7 +120,7 @@ static void coefficients(const enter_job *job, const float *mixes, int64_t r)
     }
     for (int i = 0; i < s * s; i++) comb[i] = mixes[2 * s + i] * scale[2] + base[2 * s + i];
     if (s == 4) sinkhorn(comb, 4, job->iterations, job->hc_eps);
-    else sinkhorn(comb, s, job->iterations, job->hc_eps);
+    else any_sinkhorn(comb, s, job->iterations, job->hc_eps);
 }
 
 enum { ENTER_ROWS = 16, MUCH_PROJECTED = 1 << 17, MOST_LOGITS = 2 * MOST_STREAMS + MOST_STREAMS * MOST_STREAMS };
