@@ -40,6 +40,9 @@ NUDGES, NUDGE = 8, 0.03
 Move = Callable[[int, Flow, Flow], tuple[Tensor, Tensor]]
 """What is added to a layer's streams and collapse weights, by its number, what went in and what came out."""
 
+SHARES = (0.5, 1.0, 1.5)
+"""Of what the card's layers are off by, in which the reference is moved: a choice that is not a tie is the same in all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -48,7 +51,8 @@ class Step:
     `layers`: for each layer, given the reference's own inputs, how far its change of the streams is off, relative to that change
     (the worst row). `errors`: each row's relative error of logits after all layers, where roundings that fall the other way have
     moved what follows; `agree`: whether its best id is the reference's. `swayed`: how far the reference's own logits move when
-    every layer is off by what the card's is on given inputs; `followed`: the card's relative error against those.
+    every layer is off by a share (`SHARES`) of what the card's is on given inputs; `followed`: the card's relative error against
+    the nearest of those.
     """
 
     layers: tuple[float, ...]
@@ -238,11 +242,21 @@ class Beside:
             (got_NSD.float() - after.x_NSD.float(), pre_NS - after.pre_NS)
             for (_, after), (got_NSD, pre_NS) in zip(seen, layers, strict=True)
         ]
-        swayed_NV = self._moved(self.model, rows, memory, lambda layer, *_: moves[layer])
+        swayed = [self._swayed(rows, memory, moves, share) for share in SHARES]
         return Step(
             layers=off, errors=_apart(got_NV, want_NV), agree=tuple((best_N == want_NV.argmax(1)).tolist()),
-            swayed=_apart(swayed_NV, want_NV), followed=_apart(got_NV, swayed_NV),
+            swayed=tuple(map(max, zip(*(_apart(there_NV, want_NV) for there_NV in swayed), strict=True))),
+            followed=tuple(map(min, zip(*(_apart(got_NV, there_NV) for there_NV in swayed), strict=True))),
         )  # fmt: skip
+
+    def _swayed(self, rows: Rows, memory: PagedMemory, moves: list[tuple[Tensor, Tensor]], share: float) -> Tensor:
+        """Logits where each layer is moved by a share of `moves`; the memory stays as it is."""
+
+        def move(layer: int, before: Flow, after: Flow) -> tuple[Tensor, Tensor]:
+            streams_NSD, pre_NS = moves[layer]
+            return share * streams_NSD, share * pre_NS
+
+        return self._moved(self.model, rows, copy.deepcopy(memory), move)
 
     @torch.inference_mode()
     def spread(self, number: int, nudge: float = NUDGE) -> tuple[float, ...]:

@@ -271,7 +271,8 @@ def plan_rows(ids_NS: Tensor, experts: int, tile: int) -> Plan:
     if n * s <= SMALL_PLAN:
         _make_plan[(1,)](
             ids_NS, *plan, n, experts, S=s, P=triton.next_power_of_2(max(16, n * s)),
-            EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=-(-n // tile), NP=triton.next_power_of_2(n), PLAIN=PLAIN,
+            EP=triton.next_power_of_2(experts), T=tile, TILES_EACH=triton.next_power_of_2(-(-n // tile)),
+            NP=triton.next_power_of_2(n), PLAIN=PLAIN,
             num_warps=4,
         )  # fmt: skip
         return plan
