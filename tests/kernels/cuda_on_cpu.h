@@ -150,6 +150,18 @@ static unsigned __ballot_sync(unsigned, int yes) {
   __syncwarp();
   return all;
 }
+static unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+  for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(mask, x, by));
+  return x;
+}
+static int __syncthreads_or(int yes) {
+  int any = 0;
+  block->lane_words[threadIdx.x] = yes != 0;
+  __syncthreads();
+  for (int i = 0; i < threads_of_block; i++) any |= block->lane_words[i];
+  __syncthreads();
+  return any;
+}
 static int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) == ~0u; }
 
 // Words and numbers. ----------------------------------------------------------------------------------------------------------
@@ -166,12 +178,14 @@ static float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 static float __int_as_float(int x) { return same_bits<float>(x); }
 static unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static unsigned atomicAdd(unsigned* p, unsigned by) {
   unsigned old = *p;
   *p += by;
   return old;
 }
 static void atomicMin(unsigned* p, unsigned x) { *p = min(*p, x); }
+static void atomicMax(unsigned* p, unsigned x) { *p = max(*p, x); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
   unsigned char bytes[8];
   unsigned out = 0;

@@ -23,6 +23,7 @@ from kvist.quant import pack_fp8, pack_main_fp4, pack_mxfp4, unpack_fp8, unpack_
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
+FEW = tuple(name for name, _ in select_kernels._FEW_KERNELS)
 ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
 THREADS = {
     **dict.fromkeys(ATTEND, 512),
@@ -30,7 +31,7 @@ THREADS = {
     "sift": 256,
     "choose": 512,
     "scan_many": 384,
-    "few": 256,
+    **dict.fromkeys(FEW, 256),
     "scan_many_fp8": 512,
 }
 
@@ -46,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
         attend_kernels._SOURCES: ATTEND,
-        select_kernels._FEW_SOURCES: ("few",),
+        select_kernels._FEW_SOURCES: FEW,
         select_kernels._MANY_SOURCES: ("scan_many", "choose"),
         select_kernels._FP8_SOURCES: ("scan_many_fp8",),
     }
@@ -197,6 +198,9 @@ class Choice:
         (2, 1300, 64, 0, 60, False),
         # More equal scores than the buffer holds: the lowest ids, found by reading the scores again.
         (1, 4700, 64, 30, 0, True),
+        # Equals of the K-th within what shares list, and beyond it.
+        (1, 700, 3, 0, 0, True),
+        (1, 2048, 100, 256, 0, False),
     ],
 )
 def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int, candidates: int, equal: bool) -> None:
@@ -230,15 +234,23 @@ def test_selection_of_queries_that_see_little(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(got.candidates_NB[n].cpu().long(), blocks)
 
 
-def test_selection_where_the_best_rows_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all shares add up tells little then: most of what is sifted is far below the K-th best."""
+@pytest.mark.parametrize(
+    ("m", "k", "first", "together"),
+    # The second: more of the best than a share lists, so that all are told how low to go.
+    [(2048, 200, 256, 256), (4608, 600, 768, 768), (4608, 600, 256, 1536)],
+)
+def test_selection_where_the_best_rows_lie_together(
+    m: int, k: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares that hold many of the best, and others that hold none."""
     monkeypatch.setattr(select_kernels, "multiprocessors", lambda _: 4)
-    x, k = Choice(1, 1, 2048, equal=False), 200
-    for page in range(8, 16):
+    x = Choice(1, 1, m, equal=False)
+    for page in range(first // 32, (first + together) // 32):
         start = x.pages.key_scales
         x.pages.bytes_PB[int(x.pages.table_ST[0, page]), start : start + 128] += 10
-    x.keys[0, 256:512] *= 1024
-    got = select_kernels.select_few(*x.there, rows=2048, k=k)
+    x.keys[0, first : first + together] *= 1024
+    x.weight = x.weight.abs()
+    got = select_kernels.select_few(x.there[0], x.weight.to(DEVICE), *x.there[2:], rows=m, k=k)
     assert torch.equal(got.topk_NK[0].cpu().long(), x.want(0, k, None, 0)[0])
 
 

@@ -1,9 +1,10 @@
 // Index selection of queries that share no keys, for Hopper (sm_90a): scores of 32 heads x 128 channels and the exact K best.
 //
 // A block scores a share of a query's keys (keys are the left operand, expanded in registers) with FP8 products, or with bfloat16 ones
-// where a key or the query does not fit, writes each score as an ordered number and counts them in 4,096 bins of their leading bits. The
-// best of each share's bins are added up; the last share to do so tells the others which bin the K best surely reach, each block keeps
-// what does, and the one that was ready first picks exactly, ties to the lower id, ascending. Knows no requests and no layers.
+// where a key or the query does not fit, keeps each score as an ordered number and counts them in 4,096 bins of their leading bits. Shares
+// of up to 4,096 keys list their best, and one block picks among these (`lists.cuh`). Otherwise, or where the lists do not hold the K best,
+// all learn which bin these surely reach, each sends what does, and one block chooses exactly (`choose.cuh`). Ties go to the lower id, ids
+// are ascending. Knows no requests and no layers.
 
 static const int THREADS = 256, WARPS = THREADS / 32;
 static const int TILE = 128, STEP = THREADS;           // keys that a warpgroup takes at once, and all of a block
@@ -45,6 +46,12 @@ __device__ __forceinline__ u32 word_of_others(const u32* p) {
   return x;
 }
 
+// The same where it stands for nothing else.
+__device__ __forceinline__ u32 glimpse(const u32* p) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
 __device__ __forceinline__ void tell(u32* p, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
 
 struct Entry {  // where a candidate block's keys lie
@@ -52,11 +59,12 @@ struct Entry {  // where a candidate block's keys lie
   int scales, first;  // from codes to scales; the first row, or a row that nobody sees
 };
 struct Shared {  // its parts of 1,024 bytes alignment first
-  u32 room[33], cut[3], count, last, unfit, exponents[32];
+  u32 room[33], cut[3], count, last, unfit, spare;
+  float weights[32];
   // The block's share and its query's pages: kept here, as registers are short while it is scored.
   int first, end, share;
   const int* table;
-  u32 unused[180];
+  u32 before[2], unused[176];  // verdicts on both lists when the launch began
   uint4 bins[BINS / 4];
   u8 queries[8192];
   // The places of a pool's blocks, or bins of candidate blocks; scores done, candidates lie from `held` on.
@@ -65,9 +73,11 @@ struct Shared {  // its parts of 1,024 bytes alignment first
   u32 scores[KEPT];
 };
 static const int HELD_AT = 1024 + 4096;  // behind the bins that choosing needs
-struct Progress {                        // of the blocks of a query; zero between launches
-  u32 scored, sifted, bin, block_bin, chosen, unused[3];
+struct Progress {                        // of the blocks of a query; zero between launches, but for verdicts
+  u32 scored, sifted, chosen, unused[29];
+  u32 verdicts[2], others[30];  // on a line of their own: all wait for them
 };
+static const u32 VERDICT_BITS = 13;  // a verdict: how many there were, then DONE or 1 + a bin that the K best reach
 
 // Whether a key that counts, of a warp's 32 at `at`, does not fit FP8 products; `entries` are a pool's, from `first` on.
 __device__ __noinline__ bool unfit(const u8* held, int at, int first, int end, int sees, const Entry* entries) {
@@ -110,10 +120,10 @@ template <bool POOL, bool PUBLISH> struct Scan {
   __device__ __forceinline__ int page_of(int place) const { return POOL || place >= end ? 0 : __ldg(s.table + ((u32)place >> c.page_shift)); }
 
   // Start the first copies.
-  __device__ __forceinline__ void start() const {
+  __device__ __forceinline__ void start(const int* table) const {
     int at = first + warp * 32, pages[STAGES - 1];
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) pages[i] = page_of(at + i * STEP);
+    for (int i = 0; i < STAGES - 1; i++) pages[i] = POOL || at + i * STEP >= end ? 0 : __ldg(table + ((u32)(at + i * STEP) >> c.page_shift));
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       if (at + i * STEP < end) copy(at + i * STEP, pages[i], s.ring[warp][i] + lane * 16);
@@ -156,8 +166,6 @@ template <bool POOL, bool PUBLISH> struct Scan {
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       }
-      // A scale below the lowest wraps around.
-      if (IN_FP8 && scales > 2 * WIDE_FP8) bad |= unfit(held, at, POOL ? first : s.first, end, sees, POOL ? entries : nullptr);
       // The stage read in the last turn is free.
       stage = stage == 0 ? STAGES - 1 : stage - 1;
       if (ahead < end) copy(ahead, page, ring + stage * STAGE_BYTES + lane * 16);
@@ -176,13 +184,15 @@ template <bool POOL, bool PUBLISH> struct Scan {
           for (int h = 0; h < 2; h++) sum[h] = fmaf(twice_positive(d[u][4 * (j >> 1) + 2 * h + (j & 1)]), weight[j], sum[h]);
         half[u] = quad_half(sum[0], sum[1], lane);
       }
+      // A scale below the lowest wraps around. (Here, as products must not be under way at a call.)
+      if (IN_FP8 && scales > 2 * WIDE_FP8) bad |= unfit(held, at, POOL ? first : s.first, end, sees, POOL ? entries : nullptr);
       float score = lane & 2 ? half[1] : half[0];
       score += __shfl_xor_sync(~0u, lane & 2 ? half[0] : half[1], 2);
       u32 order = ordered(score);
       bool here = at + mine < end;
       if (POOL) here = here && (u32)entries[(at + mine - first) >> 3].first + (mine & 7) < (u32)sees;
       if (!here) order = 0;
-      if (at + mine < end) to[(u32)at] = order;
+      if (at + mine < end && !c.rows.entries) to[(u32)at] = order;
       kept[at - (POOL ? first : s.first) & KEPT - 1] = order;
       count_if((u32*)s.bins, order);
       if (PUBLISH) {
@@ -261,6 +271,9 @@ __device__ __noinline__ void sift(const Call& c, const List& list, int n, int fi
   u32 least = max(bin << BIN_SHIFT, 1u);
   const int* pool = c.pool + (i64)n * c.pool_blocks;
   int length = end - first;
+  // Lists did without these; where more is kept than there is room for, they are read.
+  if (!BLOCKS && list.entries)
+    for (int i = threadIdx.x; i < length; i += THREADS) list.orders[(i64)n * list.stride + first + i] = kept[i];
   for (int at = 4 * threadIdx.x; at < length; at += 16 * THREADS) {
     uint4 v[4];
     u32 hits = 0;
@@ -286,12 +299,23 @@ __device__ __noinline__ void sift(const Call& c, const List& list, int n, int fi
   __syncthreads();
 }
 
+__device__ __forceinline__ u32 by_shares(const Call& c, u32 x) { return (u64)x * (u32)c.inverse >> 31; }  // x / c.shares, exact below 2^22
 struct Work {  // a block's share of a query's places (rows, or rows of its pool), whatever the launch was cut for
-  int n, first, end, sees;
+  int n, first, end, sees, share;
+  const int* table;
+
+  __device__ __forceinline__ Work(const Call& c, int query, int number, int places, int visible, const int* pages)
+      : n(query), sees(visible), table(pages) {
+    share = by_shares(c, (u32)(places + STEP * c.shares - 1) / STEP) * STEP, first = number * share;
+    end = min(first + share, places);
+  }
+  __device__ __forceinline__ void note(Shared& s) const {
+    if (threadIdx.x == 0) s.first = first, s.end = end, s.share = share, s.table = table;
+  }
 };
-struct Query {  // a thread's part of a query's heads (channels of unit thread % 16), and its quad's weights
+struct Query {  // a thread's part of a query's heads: channels of unit thread % 16, and in the first of these threads their weights
   uint4 part[512 / THREADS];
-  float weight[8];
+  float weight[512 / THREADS];
 
   __device__ __forceinline__ Query(const Call& c, int n) {
     int t = threadIdx.x;
@@ -299,42 +323,38 @@ struct Query {  // a thread's part of a query's heads (channels of unit thread %
     for (int i = 0; i < 512 / THREADS; i++) {
       int head = (t + i * THREADS) >> 4;
       part[i] = head < c.heads ? *(const uint4*)(c.q + (((i64)n * c.heads + head) * 16 + (t & 15)) * 16) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      int head = 8 * (j >> 1) + 2 * (t & 3) + (j & 1);
-      weight[j] = head < c.heads ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
+      weight[i] = head < c.heads && !(t & 15) ? 0.5f * bfloat_at(c.weights + ((i64)n * c.heads + head) * 2) : 0.f;
     }
   }
-  __device__ __forceinline__ void put(Shared& s) const {
-#pragma unroll
-    for (int i = 0; i < 512 / THREADS; i++) put_query(s.queries, 32, (threadIdx.x + i * THREADS) >> 4, threadIdx.x & 15, part[i]);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-  }
-  // As FP8 numbers; false, in all threads, if they do not fit.
-  __device__ __forceinline__ bool put_fp8(Shared& s, float (&scaled)[8]) const {
+  // To shared memory, as FP8 numbers if so asked; false, in all threads, if they do not fit these. `own` are the weights of a thread's sums.
+  template <bool IN_FP8> __device__ __forceinline__ bool put(Shared& s, float (&own)[8]) const {
     int t = threadIdx.x;
     bool unfit = false;
-    if (t == 0) s.unfit = 0;
-#pragma unroll
+    if (IN_FP8 && t == 0) s.unfit = 0;
+#pragma unroll 1
     for (int i = 0; i < 512 / THREADS; i++) {
       int head = (t + i * THREADS) >> 4;
-      u32 most = largest_exponent(part[i]);
+      uint4 v = i ? part[1] : part[0];
+      float mine = i ? weight[1] : weight[0];
+      if (IN_FP8) {
+        u32 most = largest_exponent(v);
 #pragma unroll
-      for (int by = 1; by < 16; by *= 2) most = max(most, __shfl_xor_sync(~0u, most, by));
-      most = exponent_taken(most, unfit);
-      put_unit_fp8(s.queries, head, t & 15, part[i], most, unfit);
-      if (!(t & 15)) s.exponents[head] = most;
+        for (int by = 1; by < 16; by *= 2) most = max(most, __shfl_xor_sync(~0u, most, by));
+        most = exponent_taken(most, unfit);
+        put_unit_fp8(s.queries, head, t & 15, v, most, unfit);
+        mine = scaled_weight(mine, most, unfit);
+      } else {
+        put_query(s.queries, 32, head, t & 15, v);
+      }
+      if (!(t & 15)) s.weights[head] = mine;
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    bool fits = !__syncthreads_or(unfit);
 #pragma unroll
-    for (int j = 0; j < 8; j++) scaled[j] = scaled_weight(weight[j], s.exponents[8 * (j >> 1) + 2 * (t & 3) + (j & 1)], unfit);
-    if (unfit) s.unfit = 1;
-    __syncthreads();
-    bool fits = !s.unfit;
-    __syncthreads();
+    for (int j = 0; j < 4; j++) {
+      float2 w = *(const float2*)(s.weights + 8 * j + 2 * (t & 3));
+      own[2 * j] = w.x, own[2 * j + 1] = w.y;
+    }
     return fits;
   }
 };
@@ -349,7 +369,7 @@ template <bool POOL, bool PUBLISH, bool IN_FP8>
 __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, const Query& query) {
   int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   Entry* entries = (Entry*)s.behind;
-  float scaled[8];
+  float weight[8];
   bool fit = true;
   clear_bins<PUBLISH>(s);
   for (int from = x.first; from < x.end; from += ENTRIES * BLOCK) {
@@ -367,8 +387,9 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
       for (int i = 0; i < 4; i++) {
         // A block that nobody sees reads the first rows of page 0 and does not count.
         if (block[i] >= 0 && block[i] * BLOCK >= x.sees) block[i] = -1;
-        page[i] = block[i] < 0 ? 0 : s.table[block[i] * BLOCK >> c.page_shift];
+        page[i] = block[i] < 0 ? 0 : __ldg(x.table + (block[i] * BLOCK >> c.page_shift));
       }
+      x.note(s);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         int row = block[i] * BLOCK, inside = block[i] < 0 ? 0 : row & ((1 << c.page_shift) - 1);
@@ -378,91 +399,149 @@ __device__ __forceinline__ bool score(const Call& c, Shared& s, const Work& x, c
       __syncthreads();
     }
     Scan<POOL, PUBLISH> scan{c, s, (u32*)s.behind, entries, x.n, from, to, x.sees, warp, lane};
-    scan.start();
+    scan.start(x.table);
+    if (!POOL) x.note(s);
     if (from == x.first) {
-      if (!IN_FP8) query.put(s);
-      else if (!query.put_fp8(s, scaled)) fit = false;
+      fit = query.template put<IN_FP8>(s, weight);
     }
-    if (!IN_FP8) scan.template run<false>(descriptor(s.queries), query.weight);
-    else if (fit && scan.template run<true>(descriptor(s.queries), scaled)) s.unfit = 1;
+    if (fit && scan.template run<IN_FP8>(descriptor(s.queries), weight)) s.unfit = 1;
     if (!POOL) break;
   }
   if (!IN_FP8) return true;
   copies_end();
   __syncthreads();
-  return !s.unfit;
+  return fit && !s.unfit;
 }
-template <bool POOL, bool PUBLISH> __device__ __forceinline__ void score_and_count(const Call& c, Shared& s, const Work& x, const Query& query) {
-  if (!score<POOL, PUBLISH, true>(c, s, x, query)) score<POOL, PUBLISH, false>(c, s, x, Query(c, x.n));
+__device__ __forceinline__ u32 tag_of(const Shared& s, bool blocks) { return (s.before[blocks] >> VERDICT_BITS) + 1 & (1 << 32 - PLACE_BITS) - 1; }
+template <int OWN> __device__ __forceinline__ uint4* entries_of(const List& list, int n) { return list.entries + (i64)n * (THREADS * OWN / 2); }
+// Both lists' best of `length` places of this block, 0 if it has no share.
+template <bool PUBLISH> __device__ __forceinline__ void write_lists(const Call& c, Shared& s, const Work& x, int number, int length) {
+  int slots = slots_of<THREADS>(c.shares);
+  u32 least = length ? bound_of<THREADS>((const u32*)s.bins, (OWN_ROWS << slots) - 1, s.room, s.cut) : 0;
+  write_list<THREADS, OWN_ROWS>(entries_of<OWN_ROWS>(c.rows, x.n), number, c.shares, length, least, tag_of(s, false), s.room,
+                                [&](int i) { return s.scores[i]; });
+  if (!PUBLISH) return;
+  int newest = (x.sees - 1) / BLOCK - x.first / BLOCK;
   __syncthreads();
-  int n = blockIdx.x / c.shares, places = c.pool_blocks ? c.pool_blocks * BLOCK : min((int)c.visible[n], c.limit);
-  int blocks = (places + s.share - 1) / s.share;
-  // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.
-  add_best(s.bins, c.rows.bins + (i64)n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
-  if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
+  least = length ? bound_of<THREADS>((const u32*)s.behind, (OWN_BLOCKS << slots) - 1, s.room, s.cut) : 0;
+  write_list<THREADS, OWN_BLOCKS>(entries_of<OWN_BLOCKS>(c.blocks, x.n), number, c.shares, (length + BLOCK - 1) / BLOCK, least, tag_of(s, true),
+                                  s.room, [&](int i) {
+                                    u32 best = i == newest ? ~0u : 0;
+#pragma unroll 1
+                                    for (int j = i * BLOCK; j < min(i * BLOCK + BLOCK, length); j++) best = max(best, s.scores[j]);
+                                    return best;
+                                  });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) {
-  extern __shared__ u8 raw[];
-  Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
-  {
-    int n = blockIdx.x / c.shares;
-    Query query(c, n);  // depends on nothing and is asked for first
-    const int* table = c.table + (i64)c.slots[n] * c.table_width;
-    int sees = min((int)c.visible[n], c.limit), places = c.pool_blocks ? c.pool_blocks * BLOCK : sees;
-    int share = ((places + c.shares - 1) / c.shares + STEP - 1) / STEP * STEP, first = blockIdx.x % c.shares * share;
-    int end = min(first + share, places);
-    if (threadIdx.x == 0) s.first = first, s.end = end, s.share = share, s.table = table;
-    __syncthreads();
-    if (first < end) {
-      Work x{n, first, end, sees};
-      if (c.pool_blocks) score_and_count<true, false>(c, s, x, query);
-      else if (c.publish) score_and_count<false, true>(c, s, x, query);
-      else score_and_count<false, false>(c, s, x, query);
-    }
-    __syncthreads();
+__device__ __forceinline__ u32 next_verdict(const Shared& s, bool blocks) { return ((s.before[blocks] >> VERDICT_BITS) + 1) << VERDICT_BITS; }
+// A verdict on a list to the other blocks, and theirs, once it is there.
+__device__ __forceinline__ void give(Progress& progress, const Shared& s, bool blocks, u32 bin) {
+  tell(progress.verdicts + blocks, next_verdict(s, blocks) | bin);
+}
+__device__ __forceinline__ u32 verdict_of(const Progress& progress, Shared& s, bool blocks) {
+  if (threadIdx.x == 0)
+    while ((s.cut[blocks] = glimpse(progress.verdicts + blocks)) == s.before[blocks]) {}
+  __syncthreads();
+  return s.cut[blocks] & (1 << VERDICT_BITS) - 1;
+}
+// Pick from what all blocks list, once they have. The verdict.
+template <int OWN> __device__ __forceinline__ u32 pick_listed(const Call& c, const List& list, bool blocks, const Work& x, Shared& s, Progress& progress) {
+  Picking from{entries_of<OWN>(list, x.n), list.out + (i64)x.n * list.chosen, c.pool_blocks ? c.pool + (i64)x.n * c.pool_blocks : nullptr,
+               (u32)list.chosen, tag_of(s, blocks), c.shares, blocks ? x.share / BLOCK : x.share};
+  u32 bin = pick<THREADS, OWN>(from, (u32*)s.bins, (u32*)s.queries, s.behind, s.room, s.cut, progress.verdicts + blocks, next_verdict(s, blocks) | DONE);
+  if (threadIdx.x == 0 && bin != DONE) give(progress, s, blocks, bin);
+  return bin;
+}
+// Where shares do not list their best: add up the bins of these, and tell the bin that the K best reach. When this block was ready.
+template <bool PUBLISH> __device__ __noinline__ u32 agree(const Call& c, Shared& s, const Work x, Progress& progress) {
+  int n = x.n, last = c.shares - 1, places = c.pool_blocks ? c.pool_blocks * BLOCK : x.sees, blocks = (places + x.share - 1) / x.share;
+  if (x.first < x.end) {
+    // So much of every share that the K best are among what all add, and nearly nothing else if they are spread evenly.
+    add_best(s.bins, c.rows.bins + (i64)n * BINS, max(32, 4 * c.rows.chosen / blocks), s);
+    if (PUBLISH) add_best(s.behind, c.blocks.bins + (i64)n * BINS, max(32, 4 * c.blocks.chosen / blocks), s);
   }
-  int n = blockIdx.x / c.shares, t = threadIdx.x, first = s.first, end = s.end, share = s.share;
-  uint2* held = (uint2*)((u8*)&s + HELD_AT);
-  Progress& progress = ((Progress*)c.arrivals)[n];
-  u32 bin, block_bin = 0, last = c.shares - 1, ticket = count_block(&progress.scored, s);
-  // The block that was ready first picks rows; where candidate blocks are published, the next one picks these beside it.
-  bool picks = ticket == 0, second = c.publish && ticket == min(1u, last);
+  u32 ticket = count_block(&progress.scored, s);
   if (ticket == last) {
-    bin = bin_of(c.rows, n, s);
-    if (c.publish) block_bin = bin_of(c.blocks, n, s);
-    if (t == 0 && last) {
-      progress.block_bin = block_bin;
-      tell(&progress.bin, bin + 1);
-    }
-  } else {
-    // Meanwhile these two run what they will need once, on nothing: its instructions come from far.
-    if (picks || second) choose_best<THREADS>(c, c.rows, false, n, 0, held, (u32*)s.bins, s.room, s.cut, true);
-    if (t == 0) {
-      while (!(s.cut[0] = word_of_others(&progress.bin))) {}
-      s.cut[1] = word_of_others(&progress.block_bin);
-    }
-    __syncthreads();
-    bin = s.cut[0] - 1, block_bin = s.cut[1];
+    u32 bin = bin_of(c.rows, n, s) + 1, block_bin = PUBLISH ? bin_of(c.blocks, n, s) + 1 : DONE;
+    if (threadIdx.x == 0) give(progress, s, false, bin), give(progress, s, true, block_bin);
+  } else if (ticket <= PUBLISH) {
+    // Meanwhile those that pick run what they will need once, on nothing: its instructions come from far.
+    choose_best<THREADS>(c, c.rows, false, n, 0, (uint2*)((u8*)&s + HELD_AT), (u32*)s.bins, s.room, s.cut, true);
   }
-  if (first < end) {
-    const u32* orders = c.rows.orders + (i64)n * c.rows.stride + first;
-    sift<false>(c, c.rows, n, first, end, bin, s, share <= KEPT ? s.scores : orders, held);
-    int block = first / BLOCK;
-    if (c.publish)
-      sift<true>(c, c.blocks, n, block, (end + BLOCK - 1) / BLOCK, block_bin, s, c.blocks.orders + (i64)n * c.blocks.stride + block, held);
+  return ticket;
+}
+// What reaches the bins told, to the query's candidates (nothing of a list that is DONE); then those that pick choose among them.
+template <bool PUBLISH>
+__device__ __noinline__ void finish(const Call& c, Shared& s, const Work x, Progress& progress, u32 bin, u32 block_bin, bool picks, bool second) {
+  int n = x.n, last = c.shares - 1;
+  uint2* held = (uint2*)((u8*)&s + HELD_AT);
+  if (x.first < x.end) {
+    const u32* orders = c.rows.orders + (i64)n * c.rows.stride + x.first;
+    if (bin != DONE) sift<false>(c, c.rows, n, x.first, x.end, bin - 1, s, x.share <= KEPT ? s.scores : orders, held);
+    int block = x.first / BLOCK;
+    orders = c.blocks.orders + (i64)n * c.blocks.stride + block;
+    if (block_bin != DONE) sift<true>(c, c.blocks, n, block, (x.end + BLOCK - 1) / BLOCK, block_bin - 1, s, orders, held);
   }
   count_block(&progress.sifted, s);
+  bool alone = !PUBLISH || !last || bin == DONE || block_bin == DONE;
+  picks = picks && bin != DONE, second = second && block_bin != DONE;
   if (!picks && !second) return;
-  if (t == 0)
+  if (threadIdx.x == 0)
     while (word_of_others(&progress.sifted) <= last) {}
   __syncthreads();
   for (int blocks = !picks; blocks <= (int)second; blocks++) {
-    choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, blocks ? block_bin : bin, held, (u32*)s.bins, s.room, s.cut, false);
+    u32 reached = (blocks ? block_bin : bin) - 1;
+    choose_best<THREADS>(c, blocks ? c.blocks : c.rows, blocks, n, reached, held, (u32*)s.bins, s.room, s.cut, false);
     __syncthreads();
   }
-  bool alone = !c.publish || !last;
   if (alone || count_block(&progress.chosen, s)) {
-    if (t == 0) progress.scored = progress.sifted = progress.bin = progress.block_bin = progress.chosen = 0;
+    if (threadIdx.x == 0) progress.scored = progress.sifted = progress.chosen = 0;
   }
 }
+
+// What follows scoring.
+template <bool PUBLISH> __device__ __forceinline__ void choose(const Call& c, Shared& s, const Work& x, int number) {
+  __syncthreads();
+  Progress& progress = ((Progress*)c.arrivals)[x.n];
+  u32 ticket = number, last = c.shares - 1, bin = DONE, block_bin = DONE;
+  if (c.rows.entries) write_lists<PUBLISH>(c, s, x, number, max(x.end - x.first, 0));
+  else ticket = agree<PUBLISH>(c, s, x, progress);
+  // The first block picks rows; where candidate blocks are published, the next one picks these beside it.
+  bool picks = ticket == 0, second = PUBLISH && ticket == min(1u, last);
+  __syncthreads();
+  if (c.rows.entries && picks) bin = pick_listed<OWN_ROWS>(c, c.rows, false, x, s, progress);
+  else bin = verdict_of(progress, s, false);
+  if (PUBLISH) {
+    __syncthreads();
+    if (c.rows.entries && second) block_bin = pick_listed<OWN_BLOCKS>(c, c.blocks, true, x, s, progress);
+    else block_bin = verdict_of(progress, s, true);
+  }
+  if (bin != DONE || block_bin != DONE) __syncthreads(), finish<PUBLISH>(c, s, x, progress, bin, block_bin, picks, second);
+}
+template <bool PUBLISH> __device__ __noinline__ void choose_apart(const Call& c, Shared& s, const Work x, int number) {
+  choose<PUBLISH>(c, s, x, number);
+}
+// What runs in nearly every call lies in one piece, in its order: a block runs it once, and instructions come from far.
+template <bool POOL, bool PUBLISH> __device__ __forceinline__ void select(const Call& c) {
+  extern __shared__ u8 raw[];
+  Shared& s = *(Shared*)(raw + ((1024 - (shared_address(raw) & 1023)) & 1023));
+  int n = by_shares(c, blockIdx.x), number = blockIdx.x - n * c.shares;
+  // Launched early: what came before has written what is read here. The next kernel may come as this one's blocks end.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x < 2) s.before[threadIdx.x] = __ldcg(((Progress*)c.arrivals)[n].verdicts + threadIdx.x);
+  const int* table = c.table + (i64)c.slots[n] * c.table_width;
+  int sees = min((int)c.visible[n], c.limit);
+  Query query(c, n);
+  Work x(c, n, number, POOL ? c.pool_blocks * BLOCK : sees, sees, table);
+  if (x.first < x.end) {
+    if (score<POOL, PUBLISH, true>(c, s, x, query)) return choose<PUBLISH>(c, s, x, number);
+    score<POOL, PUBLISH, false>(c, s, x, Query(c, n));
+  } else {
+    x.note(s);
+  }
+  choose_apart<PUBLISH>(c, s, x, number);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_constant__ Call c) { select<false, false>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) few_with_blocks(const __grid_constant__ Call c) { select<false, true>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) few_in_pool(const __grid_constant__ Call c) { select<true, false>(c); }

@@ -18,7 +18,7 @@ from kvist.kernels.device.pages import DevicePages, multiprocessors
 from kvist.kernels.index_select.ref import Selection
 
 CHANNELS, MOST_HEADS, BLOCK = 128, 32, 8
-BINS = 4096
+BINS, PROGRESS = 4096, 64
 MOST_CHOSEN = 4096
 MOST_SCORES = 1 << 26
 """Scores that `select_few` may keep for a call; `scan_triton` keeps none."""
@@ -28,22 +28,28 @@ GROUP = 16
 MOST_OF_MANY = 2048
 FEW_THREADS, FEW_BLOCKS = 256, 2
 """Threads of a block of `few`, and blocks that a multiprocessor holds."""
+FEW_KEPT = 4096
+"""Scores of a share that `few` keeps in shared memory."""
+MOST_ROWS, MOST_BLOCKS, MOST_LISTED = 1024, 2048, 264
+"""Rows and candidate blocks that are picked from what shares list, and queries of such a call."""
+LISTED = (4096, 8192)
+"""Entries of a query's shares, of rows and of candidate blocks."""
 FEW_BYTES = 1024 + 1024 + 16384 + 8192 + 16384 + 8 * 3 * 2176 + 4 * 4096
 """Shared memory of `few` while it scores: alignment, words, bins, queries, places or bins, keys under way, scores."""
 FEW_HELD_AT = 1024 + 1024 + 4096
 """Where candidates lie in it afterwards."""
 _FOLDER = Path(__file__).parent
-_FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "few.cu")
+_FEW_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "lists.cuh", _FOLDER / "few.cu")
 _FP8_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "many_fp8.cu")
 _MANY_SOURCES = (_FOLDER / "keys.cuh", _FOLDER / "choose.cuh", _FOLDER / "many.cu")
-_FEW_KERNELS = (("few", 160 << 10),)
+_FEW_KERNELS = tuple((name, 160 << 10) for name in ("few", "few_with_blocks", "few_in_pool"))
 _FP8_KERNELS = (("scan_many_fp8", 72 << 10),)
 _MANY_KERNELS = (("scan_many", 136 << 10), ("choose", 40 << 10))
 
 
 class _List(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("orders", "bins", "counts", "found", "out")),
+        *((name, ctypes.c_void_p) for name in ("orders", "bins", "counts", "found", "out", "entries")),
         *((name, ctypes.c_int32) for name in ("stride", "chosen", "room", "number_shift")),
     )
 
@@ -63,7 +69,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 "queries", "heads", "table_width", "key_codes", "key_scales", "page_shift", "pool_blocks", "publish", "limit",
-                "share", "shares", "group_count",
+                "share", "shares", "group_count", "inverse",
             )
         ),
     )  # fmt: skip
@@ -88,15 +94,19 @@ def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blo
 
 
 def _counters_of(n: int) -> int:
-    return n * BINS + -(-n // 4) * 4
+    return n * BINS + -(-n // 32) * 32
 
 
 def _counters(device: torch.device, n: int, lists: int) -> Tensor:
-    """Zeros that `few` leaves zero: bins, then a count, of each query, for each list; 8 words a query. Users must be ordered."""
+    """Words between launches of `few`, zeros at first. Its users must be ordered.
+
+    Bins, then a count, of each query, for each list; entries of shares, if these list their best; PROGRESS words a query.
+    """
     key = (device, n, lists)
     if key not in _zeroed:
         refuse_capture(device)
-        _zeroed[key] = torch.zeros(lists * _counters_of(n) + 8 * n, dtype=torch.int32, device=device)
+        listed = sum(LISTED[:lists]) if n <= MOST_LISTED else 0
+        _zeroed[key] = torch.zeros(lists * _counters_of(n) + (2 * listed + PROGRESS) * n, dtype=torch.int32, device=device)
     return _zeroed[key]
 
 
@@ -114,9 +124,8 @@ def _list(counters: Tensor, at: int, n: int, length: int, k: int) -> tuple[_List
     found = torch.empty(n * room * 2, dtype=torch.int32, device=device)
     out = torch.empty(n, k, dtype=torch.int32, device=device)
     bins = counters.data_ptr() + 4 * at * _counters_of(n)
-    made = _List(
-        orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), stride, k, room, _number_shift(length)
-    )
+    buffers = (orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), None)
+    made = _List(*buffers, stride, k, room, _number_shift(length))
     return made, out, [orders, found]
 
 
@@ -161,17 +170,22 @@ def select_few(
     shared = max(FEW_BYTES, FEW_HELD_AT + max(main.room * 8 + k * 4, other.room * 8 + publish_blocks * 4))
     # All programs of a query run side by side.
     side_by_side = programs * (FEW_BLOCKS if shared <= 114 << 10 else 1)
-    chunk = -(-scanned // max(1, side_by_side // n))
+    chunk = -(-scanned // max(1, min(FEW_THREADS, side_by_side // n)))
     chunk = -(-chunk // FEW_THREADS) * FEW_THREADS
     tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
+    shares = -(-scanned // chunk)
+    if n <= MOST_LISTED and chunk <= FEW_KEPT and k <= MOST_ROWS and publish_blocks <= MOST_BLOCKS:
+        at = counters.data_ptr() + 4 * (2 if publish_blocks else 1) * _counters_of(n)
+        main.entries, other.entries = at, at + 8 * LISTED[0] * n if publish_blocks else None
     call = _Call(
-        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - 8 * n), None, None, main, other,
+        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - PROGRESS * n), None, None, main, other,
         pages.page_bytes, n, heads, *_of_pages(pages), 0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk,
-        -(-scanned // chunk), 0,
+        shares, 0, -(-(1 << 31) // shares),
     )  # fmt: skip
-    few = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)["few"]
+    name = "few_in_pool" if pool is not None else "few_with_blocks" if publish_blocks else "few"
+    few = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)[name]
     grid = n * call.shares
-    few.launch(call, grid, FEW_THREADS, together=call.shares > 1, shared_bytes=shared)
+    few.launch(call, grid, FEW_THREADS, together=call.shares > 1, overlap=True, shared_bytes=shared)
     return Selection(topk, blocks)
 
 
@@ -210,12 +224,12 @@ def select_many(
     grid = min(groups * shares, programs)
     left = torch.empty(groups * shares, dtype=torch.int32, device=device)
     spill = torch.empty(grid * GROUP * 4096 * 2, dtype=torch.int32, device=device)
-    main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), 0, k, room, _number_shift(rows))
+    main = _List(None, None, counts.data_ptr(), found.data_ptr(), topk.data_ptr(), None, 0, k, room, _number_shift(rows))
     other = _List(orders=blocks.data_ptr(), stride=blocks.shape[1])
     tensors, table = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, None), groups_G2.contiguous()
     call = _Call(
         *(t.data_ptr() for t in tensors), table.data_ptr(), None, left.data_ptr(), spill.data_ptr(), main, other,
-        pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups,
+        pages.page_bytes, n, heads, *_of_pages(pages), 0, int(publish), rows, -(-tiles // shares), shares, groups, 0,
     )  # fmt: skip
     kernels(_FP8_SOURCES, _FP8_KERNELS, device.index or 0)["scan_many_fp8"].launch(call, grid, 512)
     rest = kernels(_MANY_SOURCES, _MANY_KERNELS, device.index or 0)

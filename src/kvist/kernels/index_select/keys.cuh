@@ -14,6 +14,7 @@ struct List {  // scores to choose from: of keys, or of candidate blocks
   u32 *orders, *bins, *counts;
   uint2* found;
   int* out;
+  uint4* entries;  // of shares, if they list their best
   int stride, chosen, room, number_shift;
 };
 struct Call {
@@ -26,7 +27,7 @@ struct Call {
   uint2* spill;
   List rows, blocks;
   i64 page_bytes;
-  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count;
+  int queries, heads, table_width, key_codes, key_scales, page_shift, pool_blocks, publish, limit, share, shares, group_count, inverse;
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -108,6 +109,12 @@ __device__ __forceinline__ void expand_keys(const Keys& k, u32 (&a)[8][4]) {
 static const int WIDE_FP8 = 13, MIDDLE_FP8 = 127 - 7, LOWEST_FP8 = MIDDLE_FP8 - WIDE_FP8;  // scales whose codes are normal numbers
 __device__ __forceinline__ bool beyond_fp8(u32 scale) { return scale - LOWEST_FP8 > 2 * WIDE_FP8; }
 
+// __byte_perm for a selector without its upper bits, which the compiler would mask again.
+__device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
+  return d;
+}
 // Both rows, 2^7 times as large, as the left operand of 4 products of 32 channels.
 __device__ __forceinline__ void expand_fp8(const Keys& k, u32 (&a)[4][4]) {
 #pragma unroll
@@ -118,8 +125,8 @@ __device__ __forceinline__ void expand_fp8(const Keys& k, u32 (&a)[4][4]) {
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       u32 w = words[s], magnitudes = w & 0x77777777u, signs = w << 4;
-      a[s][h] = __byte_perm(low, high, magnitudes) | (__byte_perm(signs, w, 0x5140) & 0x80808080u);
-      a[s][2 + h] = __byte_perm(low, high, magnitudes >> 16) | (__byte_perm(signs, w, 0x7362) & 0x80808080u);
+      a[s][h] = look_up(low, high, magnitudes) | (__byte_perm(signs, w, 0x5140) & 0x80808080u);
+      a[s][2 + h] = look_up(low, high, magnitudes >> 16) | (__byte_perm(signs, w, 0x7362) & 0x80808080u);
     }
   }
 }
