@@ -311,7 +311,7 @@ def train(
 
     try:
         settings = replace(Recipe(), **json.loads(recipe)), replace(Mixture(), **json.loads(mixture))
-    except TypeError as error:
+    except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"--recipe and --mixture take JSON objects of known fields: {error}") from error
     result = run(
         model,

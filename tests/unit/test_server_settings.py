@@ -65,9 +65,10 @@ def test_a_bad_setting_s_value_is_not_shown() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no file"):
         read_settings([], config=tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("port = = 3")
-    with pytest.raises(ValueError, match="is no TOML"):
-        read_settings([], config=tmp_path / "bad.toml")
+    for content in (b"port = = 3", b"\xff\x00"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.toml is no TOML"):
+            read_settings([], config=tmp_path / "bad.toml")
 
 
 def test_the_documented_tables_are_the_code_s() -> None:

@@ -150,7 +150,7 @@ def read_settings(arguments: list[str] | None = None, *, config: Path | None = N
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"setting {name or 'host'}: {first['msg'].removeprefix('Value error, ')}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no TOML: {error}") from None
 
 
