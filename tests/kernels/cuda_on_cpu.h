@@ -221,6 +221,17 @@ static unsigned char* in_cluster(unsigned at) { return cluster[(at >> 20) - 1].m
 static void cluster_enter() { cluster_turns[fiber] = cluster_gate.enter(blocks_of_cluster * threads_of_block); }
 static void cluster_leave() { cluster_gate.leave(cluster_turns[fiber]); }
 
+// Four tiles of 8 x 8 halves, a lane's pairs of each: column c of tile i goes to the address that lane 8 i + c gives.
+static void store_turned(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+  unsigned tiles[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++)
+    for (int e = 0; e < 2; e++) {
+      unsigned to = from_lane(at, 8 * i + (lane_here() & 3) * 2 + e);
+      unsigned short half = tiles[i] >> (16 * e);
+      memcpy(shared_memory + to + lane_here() / 4 * 2, &half, 2);
+    }
+}
+
 // Matrix products. ------------------------------------------------------------------------------------------------------------
 // A descriptor: start, leading and stride offsets in 16 bytes; rows of 128 bytes whose 16-byte units are exchanged by row.
 static const wide_word HIGH_WORD = 0x40000040ull << 32;

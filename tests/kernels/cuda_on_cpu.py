@@ -51,8 +51,11 @@ MEANING = {
     "warp_max": "for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(~0u, x, by)); return x;",
     "warp_min": "for (int by = 16; by; by >>= 1) x = min(x, __shfl_xor_sync(~0u, x, by)); return x;",
     "product_16": "multiply_16(d, a0, a1, a2, a3, b0, b1);",
-    "nearest_fp8": "u32 c; return {e4m3_value(min(first, 448.f), c), e4m3_value(min(second, 448.f), c)};",
-    **{f"product_{n}": f"multiply(d, {n}, a, 0, b, keep, false);" for n in (32, 64, 80, 96, 112, 128)},
+    "nearest_fp8": "auto near = [](float x) { u32 c; return copysignf(e4m3_value(min(fabsf(x), 448.f), c), x); }; "
+    "return {near(first), near(second)};",
+    "add_product": "multiply(d, N, a, 0, b, 1, false);",
+    "bulk_store": "memcpy(to, from, bytes);",
+    "store_columns": "store_turned(at, a, b, c, d);",
     "product_scores": "multiply(d, 64, nullptr, a, b, keep, false);",
     "values_128": "multiply(d, 128, nullptr, a, b, 1, true);",
     "values_64": "multiply(d, 64, nullptr, a, b, 1, true);",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ WIDTH = 32
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.device, int], dict[str, OnCpu]]:
-    folder: Path = tmp_path_factory.mktemp("grouped")
-    given = folder / "width.cuh"
-    given.write_text(f"static const int WIDTH = {WIDTH};\n")
-    sources = (STREAM_SOURCE, given, Path(str(module.__file__)).with_name("grouped.cu"))
     threads = {"count": 1024, "place": 1024, "gather": 256, "gate_up": module.THREADS, "down": module.THREADS}
-    made = build(sources, threads, folder)
-    return lambda device, width: made
+
+    @functools.cache
+    def made(width: int) -> dict[str, OnCpu]:
+        folder: Path = tmp_path_factory.mktemp(f"grouped{width}")
+        given = folder / "width.cuh"
+        given.write_text(f"static const int WIDTH = {width};\n")
+        return build((STREAM_SOURCE, given, Path(str(module.__file__)).with_name("grouped.cu")), threads, folder)
+
+    return lambda device, width: made(width)
 
 
 class Values(ResidentBank):
@@ -53,8 +57,12 @@ def bank_of(d: int, f: int, count: int) -> GpuBank:
     return GpuBank(stack_panels(ups), stack_panels(downs))
 
 
-@pytest.mark.parametrize(("n", "s", "count", "blocks"), [(21, 2, 3, 2), (70, 1, 2, 3), (5, 3, 4, 1)])
-def test_each_choice(n: int, s: int, count: int, blocks: int, built: Any) -> None:
+@pytest.mark.parametrize(
+    ("n", "s", "count", "blocks", "width"),
+    # Tiles of one width; of several in one launch, the last one short; more rows than one tile takes.
+    [(21, 2, 3, 2, WIDTH), (70, 1, 2, 3, WIDTH), (5, 3, 4, 1, WIDTH), (150, 1, 3, 2, 64), (250, 1, 2, 3, 112)],
+)
+def test_each_choice(n: int, s: int, count: int, blocks: int, width: int, built: Any) -> None:
     torch.manual_seed(n)
     d, f = 256, 128
     bank, x = bank_of(d, f, count), torch.randn(n, d).bfloat16()
@@ -62,7 +70,7 @@ def test_each_choice(n: int, s: int, count: int, blocks: int, built: Any) -> Non
     if s > 1:
         ids[3, 0] = -1
     weights = torch.rand(n, s)
-    each = run_grouped(x, ids, weights, bank, 2.0, width=WIDTH, build=built, blocks=blocks).view(n, s, d)
+    each = run_grouped(x, ids, weights, bank, 2.0, width=width, build=built, blocks=blocks).view(n, s, d)
     for slot in range(s):
         own = ids[:, slot : slot + 1]
         want = experts(x, own, weights[:, slot : slot + 1], Values(bank), limit=2.0, form="fp8", impl="wide").double()
@@ -92,6 +100,7 @@ def test_an_expert_of_many_rows_has_several_tiles(built: Any) -> None:
 
 def test_widths() -> None:
     assert width_for(4096 * 6, 128) == 112
+    assert width_for(1024 * 6, 128) == 64
     assert all(width_for(rows * 6, 128) in WIDTHS for rows in (64, 512, 1000, 8192, 100_000))
 
 

@@ -21,7 +21,6 @@ from kvist.kernels.experts import row as experts_row_module
 from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.experts.row import Router, experts_row
 from kvist.kernels.hyper_connections import Mix, enter, leave
-from kvist.kernels.hyper_connections import hopper as pass_module
 from kvist.kernels.hyper_connections import row as streams_module
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, Passed, streams_row
 from kvist.kernels.linear import linear
@@ -68,13 +67,6 @@ def experts_kernel(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     threads = {"experts_row": experts_row_module.THREADS}
     made = _built(tmp_path_factory.mktemp("experts"), str(experts_row_module.__file__), threads)
     return lambda device: {name: Together(kernel) for name, kernel in made.items()}
-
-
-@pytest.fixture(scope="module")
-def pass_kernels(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    source = Path(str(pass_module.__file__)).with_name("pass.cu")
-    made = build((source,), {"leave_and_enter": 128, "enter": 128}, tmp_path_factory.mktemp("pass"))
-    return lambda device: made
 
 
 def fp8(outputs: int, inputs: int) -> PanelWeight:
@@ -271,22 +263,3 @@ def test_banks_that_do_not_fit_are_refused(streams_kernel: Builder, experts_kern
     router = Router(torch.zeros(2, 128).bfloat16(), torch.zeros(2), torch.zeros(2), 1, 1.0, True, 1.0)
     with pytest.raises(ValueError, match="do not fit one launch"):
         experts_row(head_of(128, passed), router, torch.tensor([True]), bank, bank, limit=5.0, build=experts_kernel, blocks=2)
-
-
-@pytest.mark.parametrize(("n", "d"), [(3, 128), (20, 160), (70, 64)])
-@pytest.mark.parametrize("leaves", [True, False])
-def test_streams_of_many_rows(n: int, d: int, leaves: bool, pass_kernels: Builder) -> None:
-    torch.manual_seed(n)
-    x, y = torch.randn(n, 4, d).bfloat16(), torch.randn(n, d).bfloat16()
-    mix, fn = Mix(torch.rand(n, 4), torch.rand(n, 4), torch.rand(n, 4, 4)), torch.randn(24, 4 * d)
-    streams, h = torch.empty_like(x), torch.empty(n, d).bfloat16()
-    parts, squares, splits = pass_module.pass_hopper(y if leaves else None, x, mix, fn, streams, h, build=pass_kernels)
-    now = leave(y, x, mix) if leaves else x
-    if leaves:
-        near(streams, now)
-    one = (mix.pre_NS.unsqueeze(2) * now.float()).sum(1)
-    near(h, one)
-    near(squares.view(n, splits).sum(1), h.float().square().sum(1), 1e-5)
-    sums = parts.view(n, splits, 32).sum(1)
-    near(sums[:, 24], (streams if leaves else x).float().square().sum((1, 2)), 1e-5)
-    near(sums[:, :24], (streams if leaves else x).double().flatten(1) @ fn.double().t(), 1e-5)

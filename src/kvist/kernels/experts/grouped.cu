@@ -1,16 +1,25 @@
 // Many rows through experts of FP4 panels, for Hopper (sm_90a): needs `device/stream.cuh`.
 //
 // `gather` lays the rows of each expert side by side, in the order that matrix units read. A block then takes 256 outputs (four panels)
-// of an expert and up to WIDTH of its rows: one warp brings both by bulk copies, two warpgroups expand codes into the left operand's
-// registers and multiply; half a panel is expanded while the half before is multiplied. WIDTH, the most rows of a tile, stands before
-// this source. Gate and up leave as quantised hidden rows in the order of `gather`, downs as each choice's output. Knows no layers.
+// of an expert and up to WIDTH of its rows: four lanes bring both by bulk copies (one is too slow for that), two warpgroups expand codes
+// into the left operand's registers and multiply; half a panel is expanded while the half before is multiplied. An expert's tiles are
+// about equally full, and products are made for so many rows, in steps of 16. WIDTH, the most rows of a tile, stands before this source.
+// Gate and up leave as quantised hidden rows in the order of `gather`, downs as each choice's output. Knows no layers.
 
-static const int PANELS = 4;    // of a block
-static const int STAGES = 4;    // of 128 inputs
-static const int MULTIPLY = 8;  // warps
+static const int PANELS = 4;                    // of a block
+static const int STAGES = WIDTH > 64 ? 4 : 6;   // of 128 inputs
+static const int LEAST = WIDTH > 64 ? 80 : 32;  // rows that products are made for
+static const int MULTIPLY = 8;                  // warps
 static const int THREADS = 384;
+static const int LAID = 5;                      // units that a thread of `gather` has on their way
 static const int ROWS_BYTES = WIDTH * 256;
 static const int STAGE = ROWS_BYTES + PANELS * (CODES + FP4_SCALES);
+static const int AHEAD = 2;  // half panels' products on their way
+// Of a multiplying warpgroup, behind the stages and their barriers: rows on their way out, 64 values each; largest sizes of pairs of
+// rows a panel and warp; a row's scale and its reciprocal, and its weight.
+static const int OUT_BYTES = WIDTH * 128, PEAK_BYTES = 2 * WIDTH / 2 * 16, FACTOR_BYTES = 2 * WIDTH * 8, WEIGHT_BYTES = WIDTH * 4;
+static const int GROUP_BYTES = OUT_BYTES + PEAK_BYTES + FACTOR_BYTES + WEIGHT_BYTES;
+static const int BARRIERS = 1024;  // bytes kept for them, so that what follows lies on whole units of a swizzle
 
 struct Call {
   const u16* rows;       // [N, inputs]: what `gather` reads
@@ -40,6 +49,23 @@ __device__ __forceinline__ void bulk_copy(u8* to, const u8* from, u32 bytes, u32
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void bulk_store(u8* to, const u8* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// What they read may be written again; they have been written.
+__device__ __forceinline__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Four 8 x 8 tiles of a product's sums, stored by columns: lane 8 i + c gives the address of tile i's column c.
+__device__ __forceinline__ void store_columns(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+  u32 d;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 // A block's rows of 128 bytes lie swizzled, eight of them in 1,024 bytes.
 __device__ __forceinline__ u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4; }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -47,7 +73,7 @@ __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_grou
 template <int LEFT> __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-// Two E4M3 values nearest to the magnitudes (at most 448), ties to even, as numbers.
+// The two E4M3 values nearest (at most 448 in size), ties to even, as numbers.
 __device__ __forceinline__ float2 nearest_fp8(float first, float second) {
   unsigned short codes;
   u32 halves;
@@ -63,126 +89,57 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// Left operand in registers, rows in shared memory: sums [64, N].
-__device__ __forceinline__ void product_32(float (&d)[16], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %21, 0;\nmov.b64 b, {%20, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-__device__ __forceinline__ void product_64(float (&d)[32], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-__device__ __forceinline__ void product_80(float (&d)[40], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %45, 0;\nmov.b64 b, {%44, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, {%40, %41, %42, %43}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-__device__ __forceinline__ void product_96(float (&d)[48], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %53, 0;\nmov.b64 b, {%52, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, {%48, %49, %50, %51}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-__device__ __forceinline__ void product_112(float (&d)[56], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %61, 0;\nmov.b64 b, {%60, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55"
-      "}, {%56, %57, %58, %59}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-__device__ __forceinline__ void product_128(float (&d)[64], const u32 (&a)[4], u32 b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, b, p, 1, 1, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
-}
-
+// A product's sums, 16 at a time: where they stand in its text, and the numbers that stand there.
+#define PLACES_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PLACES_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS_0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+               "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define SUMS_1 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+               "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define SUMS_2 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+               "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define SUMS_3 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+               "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+// Eight more of them.
+#define SUMS_FROM(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OPEN(...) __VA_ARGS__
+#define PRODUCT(N, PLACES, SUMS, FIRST, SECOND, THIRD, FOURTH, RIGHT)                                                               \
+  template <> struct Products<N> {                                                                                                  \
+    static __device__ __forceinline__ void add(float (&d)[N / 2], const u32 (&a)[4], u32 b) {                                       \
+      asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #RIGHT ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #N                     \
+                   "k16.f32.bf16.bf16 {" PLACES "}, {%" #FIRST ", %" #SECOND ", %" #THIRD ", %" #FOURTH "}, b, 1, 1, 1, 0;\n}\n"     \
+                   : OPEN SUMS                                                                                                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                                           \
+    }                                                                                                                               \
+  };
+#define PLACES_TO_16 PLACES_0
+#define SUMS_TO_16 SUMS_0
+#define PLACES_TO_32 PLACES_TO_16 ", " PLACES_1
+#define SUMS_TO_32 SUMS_TO_16, SUMS_1
+#define PLACES_TO_48 PLACES_TO_32 ", " PLACES_2
+#define SUMS_TO_48 SUMS_TO_32, SUMS_2
 template <int N> struct Products;
-template <> struct Products<32> {
-  static __device__ __forceinline__ void add(float (&d)[16], const u32 (&a)[4], u32 b, int keep) { product_32(d, a, b, keep); }
-};
-template <> struct Products<64> {
-  static __device__ __forceinline__ void add(float (&d)[32], const u32 (&a)[4], u32 b, int keep) { product_64(d, a, b, keep); }
-};
-template <> struct Products<80> {
-  static __device__ __forceinline__ void add(float (&d)[40], const u32 (&a)[4], u32 b, int keep) { product_80(d, a, b, keep); }
-};
-template <> struct Products<96> {
-  static __device__ __forceinline__ void add(float (&d)[48], const u32 (&a)[4], u32 b, int keep) { product_96(d, a, b, keep); }
-};
-template <> struct Products<112> {
-  static __device__ __forceinline__ void add(float (&d)[56], const u32 (&a)[4], u32 b, int keep) { product_112(d, a, b, keep); }
-};
-template <> struct Products<128> {
-  static __device__ __forceinline__ void add(float (&d)[64], const u32 (&a)[4], u32 b, int keep) { product_128(d, a, b, keep); }
-};
+PRODUCT(32, PLACES_TO_16, (SUMS_TO_16), 16, 17, 18, 19, 20)
+PRODUCT(48, PLACES_TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23", (SUMS_TO_16, SUMS_FROM(16)), 24, 25, 26, 27, 28)
+PRODUCT(64, PLACES_TO_32, (SUMS_TO_32), 32, 33, 34, 35, 36)
+PRODUCT(80, PLACES_TO_32 ", %32, %33, %34, %35, %36, %37, %38, %39", (SUMS_TO_32, SUMS_FROM(32)), 40, 41, 42, 43, 44)
+PRODUCT(96, PLACES_TO_48, (SUMS_TO_48), 48, 49, 50, 51, 52)
+PRODUCT(112, PLACES_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55", (SUMS_TO_48, SUMS_FROM(48)), 56, 57, 58, 59, 60)
+// Left operand in registers, rows in shared memory: sums [64, N].
+template <int N> __device__ __forceinline__ void add_product(float (&d)[N / 2], const u32 (&a)[4], u32 b) {
+  Products<N>::add(d, a, b);
+}
 
 // A panel's part of a stage: a thread's words, and the powers of two of its two outputs.
-__device__ __forceinline__ void take_panel(u32 (&words)[8], u32 (&powers)[2], const u8* stage, int panel, int row, int t) {
-  const u32* codes = (const u32*)(stage + ROWS_BYTES + panel * CODES);
+__device__ __forceinline__ void take_panel(u32 (&words)[8], u32 (&powers)[2], const u8* stage, int panel, int top, int low, int t) {
+  const uint4* codes = (const uint4*)(stage + ROWS_BYTES + panel * CODES);
   const u32* scales = (const u32*)(stage + ROWS_BYTES + PANELS * CODES + panel * FP4_SCALES);
-#pragma unroll
-  for (int i = 0; i < 8; i++) words[i] = codes[(row + (i & 1) * 8) * 16 + (i >> 1) * 4 + t];
-  powers[0] = scales[row] + 0x7E7E7E7E, powers[1] = scales[row + 8] + 0x7E7E7E7E;
+  uint4 first = codes[top * 4 + t], second = codes[low * 4 + t];
+  words[0] = first.x, words[1] = second.x, words[2] = first.y, words[3] = second.y;
+  words[4] = first.z, words[5] = second.z, words[6] = first.w, words[7] = second.w;
+  powers[0] = scales[top] + 0x7E7E7E7E, powers[1] = scales[low] + 0x7E7E7E7E;
 }
 // Two runs of them, as left operands of four products of 16 inputs in their order.
 template <int FIRST> __device__ __forceinline__ void expand_runs(u32 (&a)[4][4], const u32 (&words)[8], const u32 (&powers)[2]) {
@@ -213,184 +170,256 @@ __device__ __forceinline__ bool item_of(Item& item, const Call& c, int index) {
   return true;
 }
 
-// Sums of both panels of a warpgroup.
-__device__ __forceinline__ void multiply(float (&sums)[2][WIDTH / 2], const Call& c, u8* raw, u32 full, u32 empty, int& stage, int& parity,
-                                         int group, int row, int t, int lane) {
-  u32 a[2][4][4], words[8], powers[2];
-  int steps = c.inputs / 128, before = 0;
+// A stage's place in the ring.
+struct StageRing {
+  u8* raw;
+  u32 full, empty;
+  int stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+template <int N> using TileSums = float[2][N / 2];
+
+// Sums of both panels of a warpgroup for N rows. Codes are taken from shared memory a half panel ahead of their use.
+template <int N> __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing& ring, int group, int top, int low, int lane) {
+  u32 a[AHEAD][4][4], words[8], powers[2];
+  int before = 0, t = lane & 3;
+  wait(ring.full + 8 * ring.stage, ring.parity);
+  take_panel(words, powers, ring.raw + ring.stage * STAGE, 2 * group, top, low, t);
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    wait(full + 8 * stage, parity);
-    const u8* at = raw + stage * STAGE;
+    const u8* at = ring.raw + ring.stage * STAGE;
     u32 rows = shared_address(at);
+    int now = ring.stage;
+    ring.next();
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      take_panel(words, powers, at, 2 * group + p, row, t);
+    for (int i = 0; i < 4; i++) {
+      const int p = i / 2, half = i % 2, own = i % AHEAD;
+      if (half) expand_runs<2>(a[own], words, powers);
+      else expand_runs<0>(a[own], words, powers);
+      products_begin();
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (half) expand_runs<2>(a[1], words, powers);
-        else expand_runs<0>(a[0], words, powers);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          Products<WIDTH>::add(sums[p], a[half][k], descriptor(rows + half * (WIDTH * 128) + k * 32), step || half || k);
-        products_end();
-        // The half before has been multiplied: its registers are free, and after the last one its stage.
-        products_wait<1>();
-        if (p == 0 && half == 0 && step && lane == 0) arrive(empty + 8 * before);
+      for (int k = 0; k < 4; k++)
+        add_product<N>(sums[p], a[own][k], descriptor(rows + half * (WIDTH * 128) + k * 32));
+      products_end();
+      if (i == 1) take_panel(words, powers, at, 2 * group + 1, top, low, t);
+      if (i == 3 && step + 1 < steps) {
+        wait(ring.full + 8 * ring.stage, ring.parity);
+        take_panel(words, powers, ring.raw + ring.stage * STAGE, 2 * group, top, low, t);
       }
+      products_wait<AHEAD - 1>();
+      // The last products of the stage before have ended.
+      if (i == AHEAD - 2 && step && lane == 0) arrive(ring.empty + 8 * before);
     }
-    before = stage;
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    before = now;
   }
   products_wait<0>();
   // No sum may be read before this.
 #pragma unroll
-  for (int i = 0; i < WIDTH; i++) asm volatile("" : "+f"(sums[i / (WIDTH / 2)][i % (WIDTH / 2)])::"memory");
-  if (lane == 0) arrive(empty + 8 * before);
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i / (N / 2)][i % (N / 2)])::"memory");
+  if (lane == 0) arrive(ring.empty + 8 * before);
+}
+// Which outputs of a panel a thread's two rows of a product are. Of gates and ups a thread has both of a hidden value, so that a
+// warp's eight lie side by side as the next product wants them; every other thread has the up first: no bank of memory is asked twice.
+template <bool UP> __device__ __forceinline__ int top_of(int warp, int g) {
+  return UP ? (g >> 1) * 16 + warp * 4 + (g & 1) * 3 : warp * 16 + g;
+}
+template <bool UP> __device__ __forceinline__ int low_of_pair(int top, int g) { return UP ? top + 1 - 2 * (g & 1) : top + 8; }
+
+__device__ __forceinline__ float activated(float gate, float up, float limit, float weight) {
+  u32 both = bfloat_pair(gate, up);
+  gate = min(low_of(both), limit), up = high_of(both);
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate * reciprocal(1.f + power2(-1.4426950408889634f * max(gate, -80.f))) * up * weight;
 }
 
-// Activation, weight and FP8 of gate+up sums; a lane keeps one hidden value of each of two rows of every eight.
-__device__ __forceinline__ void leave_hidden(float (&sums)[2][WIDTH / 2], const Call& c, const Item& item, u32* peaks, int group, int warp,
-                                             int lane) {
-  int g = lane >> 2, t = lane & 3, odd = g & 1, place = odd ? 4 + g / 2 : g / 2;
-  float kept[2][WIDTH / 4];
+// Activation, weight and FP8 of gate+up sums.
+template <int N> __device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
+  int g = lane >> 2, t = lane & 3, odd = g & 1, thread = warp * 32 + lane;
+  u32* peaks = (u32*)(room + OUT_BYTES);
+  float2* factors = (float2*)(room + OUT_BYTES + PEAK_BYTES);
+  float* weights = (float*)(room + OUT_BYTES + PEAK_BYTES + FACTOR_BYTES);
+  if (thread < N) {
+    int choice = thread < item.rows ? c.choice[item.octet * 8 + thread] : -1;
+    weights[thread] = choice >= 0 ? __ldg(c.weights + choice) : 0.f;
+  }
+  if (thread == 0) stores_read();
+  group_barrier(1 + group, 128);
+  u32 kept[2][N / 8];
 #pragma unroll
-  for (int p = 0; p < 2; p++) {
-    u32* own = peaks + (group * 2 + p) * 4 * WIDTH;
-    // Row g is a gate where g is even, row g + 1 its up: an even lane takes both of the first eight rows, an odd one of the second.
+  for (int j = 0; j < N / 8; j++) {
+    float2 weight = *(const float2*)(weights + 8 * j + 2 * t);
 #pragma unroll
-    for (int j = 0; j < WIDTH / 8; j++) {
+    for (int p = 0; p < 2; p++) {
+      float value[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        float low = sums[p][4 * j + e], high = sums[p][4 * j + 2 + e], other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 4);
-        float gate = rounded(odd ? other : low), up = rounded(odd ? high : other);
-        int column = 8 * j + 2 * t + e, choice = column < item.rows ? c.choice[item.octet * 8 + column] : -1;
-        gate = min(gate, c.limit);
-        up = up > c.limit ? c.limit : up < -c.limit ? -c.limit : up;
-        float weight = choice >= 0 ? __ldg(c.weights + choice) : 0.f;
-        float value = rounded(gate * reciprocal(1.f + power2(-1.4426950408889634f * max(gate, -80.f))) * up * weight);
-        kept[p][2 * j + e] = value;
-        u32 largest = size_of(value);
-        largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 4));
-        largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 8));
-        largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 16));
-        if (g == 0) own[(warp & 3) * WIDTH + column] = largest;
+        float first = sums[p][4 * j + e], second = sums[p][4 * j + 2 + e];
+        value[e] = activated(odd ? second : first, odd ? first : second, c.limit, e ? weight.y : weight.x);
       }
+      u32 pair = bfloat_pair(value[0], value[1]), largest = pair & 0x7FFF7FFFu;
+      kept[p][j] = pair;
+#pragma unroll
+      for (int by = 4; by < 32; by *= 2) largest = larger_halves(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
+      if (g == 0) peaks[(p * (WIDTH / 2) + 4 * j + t) * 4 + warp] = largest;
     }
   }
   group_barrier(1 + group, 128);
+  if (thread < N) {
 #pragma unroll
-  for (int p = 0; p < 2; p++) {
-    const u32* own = peaks + (group * 2 + p) * 4 * WIDTH;
-    int f = ((item.block * PANELS + group * 2 + p) * 32) + (warp & 3) * 8 + (place & ~1);
-#pragma unroll
-    for (int j = 0; j < WIDTH / 8; j++) {
-      float value[2], scale[2];
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        int column = 8 * j + 2 * t + e;
-        u32 largest = max(max(own[column], own[WIDTH + column]), max(own[2 * WIDTH + column], own[3 * WIDTH + column]));
-        scale[e] = fp8_scale(largest);
-        value[e] = kept[p][2 * j + e];
-      }
-      float2 codes = nearest_fp8(fabsf(value[0]) * power_reciprocal(scale[0]), fabsf(value[1]) * power_reciprocal(scale[1]));
-      value[0] = (value[0] < 0.f ? -codes.x : codes.x) * scale[0];
-      value[1] = (value[1] < 0.f ? -codes.y : codes.y) * scale[1];
-      // Two neighbours in width for one row each, four bytes a store.
-      int second = place & 1, column = 8 * j + 2 * t + second;
-      float other = __shfl_xor_sync(0xFFFFFFFF, second ? value[0] : value[1], 8);
-      u32 pair = second ? bfloat_pair(other, value[1]) : bfloat_pair(value[0], other);
-      if (column < item.rows) {
-        int at = item.octet * 8 + column, byte = f % 64 * 2;
-        *(u32*)(c.hidden + ((i64)(f / 64) * c.octets * 8 + at) * 128 + (((byte >> 4) ^ (at & 7)) << 4) + (byte & 15)) = pair;
-      }
+    for (int p = 0; p < 2; p++) {
+      uint4 own = *(const uint4*)(peaks + (p * (WIDTH / 2) + thread / 2) * 4);
+      u32 largest = larger_halves(larger_halves(own.x, own.y), larger_halves(own.z, own.w));
+      float scale = fp8_scale(thread & 1 ? largest & 0xFFFF0000u : largest << 16);
+      factors[p * WIDTH + thread] = make_float2(scale, power_reciprocal(scale));
     }
   }
   group_barrier(1 + group, 128);
+  u32 at = shared_address(room) + lane * 128;
+#pragma unroll
+  for (int p = 0; p < 2; p++) {
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      float4 two = *(const float4*)(factors + p * WIDTH + 8 * j + 2 * t);
+      float2 near = nearest_fp8(low_of(kept[p][j]) * two.y, high_of(kept[p][j]) * two.w);
+      kept[p][j] = bfloat_pair(near.x * two.x, near.y * two.z);
+    }
+    u32 unit = ((p * 4 + warp) ^ (lane & 7)) << 4;
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 4) {
+      // Where fewer than four tiles are left, lanes without one point to the first.
+      if (j + 4 <= N / 8) store_columns(at + j * 1024 + unit, kept[p][j], kept[p][j + 1], kept[p][j + 2], kept[p][j + 3]);
+      else store_columns(at + (j - 2) * 1024 + unit, kept[p][j - 2], kept[p][j - 1], kept[p][j], kept[p][j + 1]);
+    }
+  }
+  barriers_ready();
+  group_barrier(1 + group, 128);
+  if (thread == 0) {
+    u8* to = c.hidden + ((i64)(item.block * (PANELS / 2) + group) * c.octets + item.octet) * 1024;
+    bulk_store(to, room, (item.rows + 7) / 8 * 1024);
+    stores_commit();
+  }
 }
 
-__device__ __forceinline__ void leave_each(float (&sums)[2][WIDTH / 2], const Call& c, const Item& item, int group, int warp, int lane) {
-  int g = lane >> 2, t = lane & 3, odd = g & 1, outputs = c.panels * 64;
+template <int N> __device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
+  int thread = warp * 32 + lane, outputs = c.panels * 64, row = thread >> 3, unit = thread & 7;
+  u16* to = c.each + (item.block * PANELS + group * 2) * 64 + unit * 8;
+  int choice[N / 16];
 #pragma unroll
-  for (int j = 0; j < WIDTH / 8; j++) {
-    int column = 8 * j + 2 * t + odd, choice = column < item.rows ? c.choice[item.octet * 8 + column] : -1;
+  for (int i = 0; i < N / 16; i++) choice[i] = row + 16 * i < item.rows ? c.choice[item.octet * 8 + row + 16 * i] : -1;
+  u32 at = shared_address(room) + (lane >> 4) * 1024 + (lane & 7) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-    for (int p = 0; p < 2; p++)
+  for (int p = 0; p < 2; p++) {
+    group_barrier(1 + group, 128);
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        // Two neighbouring outputs for one row: an even lane takes the first row's, an odd one the second's.
-        float first = sums[p][4 * j + 2 * half], second = sums[p][4 * j + 2 * half + 1];
-        float other = __shfl_xor_sync(0xFFFFFFFF, odd ? first : second, 4);
-        u32 pair = odd ? bfloat_pair(other, second) : bfloat_pair(first, other);
-        int o = (item.block * PANELS + group * 2 + p) * 64 + (warp & 3) * 16 + half * 8 + (g & ~1);
-        if (choice >= 0) *(u32*)(c.each + (i64)choice * outputs + o) = pair;
-      }
+    for (int j = 0; j < N / 8; j += 2)
+      store_columns(at + j * 1024, bfloat_pair(sums[p][4 * j], sums[p][4 * j + 1]), bfloat_pair(sums[p][4 * j + 2], sums[p][4 * j + 3]),
+                    bfloat_pair(sums[p][4 * j + 4], sums[p][4 * j + 5]), bfloat_pair(sums[p][4 * j + 6], sums[p][4 * j + 7]));
+    group_barrier(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < N / 16; i++) {
+      uint4 value = *(const uint4*)(room + (row + 16 * i) * 128 + ((unit ^ (row & 7)) << 4));
+      if (choice[i] >= 0) *(uint4*)(to + (i64)choice[i] * outputs + p * 64) = value;
+    }
+  }
+}
+
+// A tile of up to N rows, or of more.
+template <bool UP, int N = LEAST>
+__device__ __forceinline__ void tile(const Call& c, const Item& item, StageRing& ring, u8* room, int group, int warp, int lane) {
+  if constexpr (N + 16 <= WIDTH) {
+    if (item.rows > N) return tile<UP, N + 16>(c, item, ring, room, group, warp, lane);
+  }
+  // Zeros, not products without a sum: what is read before it is written would stay alive, and other tiles have no registers then.
+  TileSums<N> sums = {};
+  int top = top_of<UP>(warp, lane >> 2), low = low_of_pair<UP>(top, lane >> 2);
+  multiply<N>(sums, c.inputs / 128, ring, group, top, low, lane);
+  if (UP) leave_hidden<N>(sums, c, item, room, group, warp, lane);
+  else leave_each<N>(sums, c, item, room, group, warp, lane);
+}
+
+// A bringing warp's lane: codes of one of the block's panels, and for two of them half of the rows' inputs.
+__device__ __forceinline__ void bring(const Call& c, StageRing& ring, int panel) {
+  static const int SCALES_AT = ROWS_BYTES + PANELS * CODES;
+  int chunks = c.inputs / 128, filled = 0;
+  i64 half = (i64)c.octets * 1024;
+  Item item;
+#pragma unroll 1
+  for (int index = blockIdx.x; item_of(item, c, index); index += gridDim.x) {
+    i64 first = ((i64)item.expert * c.panels + item.block * PANELS + panel) * chunks;
+    const u8 *codes = c.codes + first * CODES, *scales = c.scales + first * FP4_SCALES;
+    const u8* rows = c.laid + item.octet * 1024 + panel * half;
+    u32 bytes = panel < 2 ? max(LEAST / 16, (item.rows + 15) / 16) * 2048 : 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      if (filled >= STAGES) wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+      else filled++;
+      u8* to = ring.raw + ring.stage * STAGE;
+      u32 barrier = ring.full + 8 * ring.stage;
+      expect(barrier, bytes + CODES + FP4_SCALES);
+      if (panel < 2) bulk_copy(to + panel * (WIDTH * 128), rows, bytes, barrier);
+      bulk_copy(to + ROWS_BYTES + panel * CODES, codes, CODES, barrier);
+      bulk_copy(to + SCALES_AT + panel * FP4_SCALES, scales, FP4_SCALES, barrier);
+      rows += 2 * half, codes += CODES, scales += FP4_SCALES;
+      ring.next();
+    }
   }
 }
 
 template <bool UP> __device__ __forceinline__ void grouped(const Call& c) {
   extern __shared__ u8 raw[];
-  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, stage = 0, parity = 0;
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   u32 full = shared_address(raw + STAGES * STAGE), empty = full + 8 * STAGES;
-  u32* peaks = (u32*)(raw + STAGES * STAGE + 16 * STAGES);
+  StageRing ring = {raw, full, empty, 0, 0};
   if (thread == 0) {
-    for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, MULTIPLY);
+    for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, PANELS), barrier_init(empty + 8 * s, MULTIPLY);
     barriers_ready();
   }
   __syncthreads();
   Item item;
   if (warp >= MULTIPLY) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (thread != 32 * MULTIPLY) return;
-    int chunks = c.inputs / 128, filled = 0;
-#pragma unroll 1
-    for (int index = blockIdx.x; item_of(item, c, index); index += gridDim.x) {
-      i64 panel = (i64)item.expert * c.panels + item.block * PANELS;
-#pragma unroll 1
-      for (int chunk = 0; chunk < chunks; chunk++) {
-        if (filled >= STAGES) wait(empty + 8 * stage, parity ^ 1);
-        u8* to = raw + stage * STAGE;
-        u32 barrier = full + 8 * stage;
-        expect(barrier, STAGE);
-#pragma unroll 1
-        for (int half = 0; half < 2; half++)
-          bulk_copy(to + half * WIDTH * 128, c.laid + ((i64)(2 * chunk + half) * c.octets + item.octet) * 1024, WIDTH * 128, barrier);
-#pragma unroll 1
-        for (int p = 0; p < PANELS; p++) {
-          i64 at = (panel + p) * chunks + chunk;
-          bulk_copy(to + ROWS_BYTES + p * CODES, c.codes + at * CODES, CODES, barrier);
-          bulk_copy(to + ROWS_BYTES + PANELS * CODES + p * FP4_SCALES, c.scales + at * FP4_SCALES, FP4_SCALES, barrier);
-        }
-        filled++;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-      }
-    }
+    if (lane == 0) bring(c, ring, warp - MULTIPLY);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    int group = warp >> 2;
+    u8* room = raw + STAGES * STAGE + BARRIERS + group * GROUP_BYTES;
 #pragma unroll 1
-    for (int index = blockIdx.x; item_of(item, c, index); index += gridDim.x) {
-      float sums[2][WIDTH / 2];
-      int group = warp >> 2, row = (warp & 3) * 16 + (lane >> 2);
-      multiply(sums, c, raw, full, empty, stage, parity, group, row, lane & 3, lane);
-      if (UP) leave_hidden(sums, c, item, peaks, group, warp, lane);
-      else leave_each(sums, c, item, group, warp, lane);
-    }
+    for (int index = blockIdx.x; item_of(item, c, index); index += gridDim.x)
+      tile<UP>(c, item, ring, room, group, warp & 3, lane);
+    if (UP && (thread & 127) == 0) stores_done();
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up(const __grid_constant__ Call c) { grouped<true>(c); }
 extern "C" __global__ void __launch_bounds__(THREADS, 1) down(const __grid_constant__ Call c) { grouped<false>(c); }
 
-// A block lays eight rows.
+// A block lays eight rows. In every 32 inputs those of the bits t1 t0 s h e lie at s h t1 t0 e: a product's thread t finds what it
+// multiplies in 16 bytes of a weight's codes. Four threads exchange the words of their four units for that.
 extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ Call c) {
-  int octet = blockIdx.x, row = threadIdx.x >> 3 & 7, unit = threadIdx.x & 7;
+  int octet = blockIdx.x, row = threadIdx.x >> 3 & 7, unit = threadIdx.x & 7, odd = unit & 1, high = unit & 2;
   int choice = c.choice[octet * 8 + row];
   const uint4* from = (const uint4*)(c.rows + (i64)(choice < 0 ? 0 : choice / c.choices_of_row) * c.inputs) + unit;
-#pragma unroll 4
-  for (int chunk = threadIdx.x >> 6; chunk < c.inputs / 64; chunk += 4) {
-    uint4 value = choice < 0 ? make_uint4(0, 0, 0, 0) : __ldg(from + chunk * 8);
-    *(uint4*)(c.laid + (((i64)chunk * c.octets + octet) * 8 + row) * 128 + ((unit ^ row) << 4)) = value;
+  u8* to = c.laid + (i64)octet * 1024 + row * 128 + ((unit ^ row) << 4);
+  int chunks = c.inputs / 64;
+#pragma unroll 1
+  for (int first = threadIdx.x >> 6; first < chunks; first += 4 * LAID) {
+    uint4 v[LAID];
+#pragma unroll
+    for (int i = 0; i < LAID; i++)
+      v[i] = choice < 0 || first + 4 * i >= chunks ? make_uint4(0, 0, 0, 0) : __ldg(from + (first + 4 * i) * 8);
+#pragma unroll
+    for (int i = 0; i < LAID; i++) {
+      uint4 w = v[i];
+      u32 a = __shfl_xor_sync(0xFFFFFFFF, odd ? w.x : w.y, 1), b = __shfl_xor_sync(0xFFFFFFFF, odd ? w.z : w.w, 1);
+      if (odd) w.x = a, w.z = b;
+      else w.y = a, w.w = b;
+      a = __shfl_xor_sync(0xFFFFFFFF, high ? w.x : w.z, 2), b = __shfl_xor_sync(0xFFFFFFFF, high ? w.y : w.w, 2);
+      if (high) w.x = a, w.y = b;
+      else w.z = a, w.w = b;
+      if (first + 4 * i < chunks) *(uint4*)(to + (i64)(first + 4 * i) * c.octets * 1024) = w;
+    }
   }
 }
 
@@ -422,36 +451,65 @@ extern "C" __global__ void __launch_bounds__(1024) count(const __grid_constant__
   int thread = threadIdx.x;
   counts[thread] = 0;
   __syncthreads();
-  for (int i = thread; i < c.choices; i += 1024) {
-    i64 id = c.ids[i];
-    if (id >= 0) atomicAdd(counts + id, 1u);
+  for (int first = thread; first < c.choices; first += 8 * 1024) {
+    i64 id[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) id[i] = first + i * 1024 < c.choices ? c.ids[first + i * 1024] : -1;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (id[i] >= 0) atomicAdd(counts + id[i], 1u);
   }
   __syncthreads();
   u32 rows = thread < c.experts ? counts[thread] : 0, own = (rows + WIDTH - 1) / WIDTH;
   u32 octet = sum_before((rows + 7) / 8, room, octets, thread), tile = sum_before(own, room, tiles, thread);
   if (thread < c.experts) c.begin[thread] = octet;
   if (thread == 0) c.begin[c.experts] = octets, c.tiles[0] = tiles;
+  // An expert's tiles are about equally full, in whole units of 16 rows.
+  u32 units = (rows + 15) / 16, each = own ? units / own : 0, more = own ? units % own : 0;
   for (u32 j = 0; j < own; j++) {
+    u32 first = j * each + min(j, more);
     c.expert[tile + j] = thread;
-    c.octet[tile + j] = octet + j * (WIDTH / 8);
-    c.count[tile + j] = min(rows - j * WIDTH, (u32)WIDTH);
+    c.octet[tile + j] = octet + 2 * first;
+    c.count[tile + j] = min(rows - 16 * first, 16 * (each + (j < more)));
   }
 }
 
-// A block an expert: its choices in their order, then none up to the next expert's; the last block fills what is left.
+// Which of 256 choices from `first` on are an expert's, 32 a word.
+__device__ __forceinline__ void chosen(u32 (&words)[8], const Call& c, int first, int stop, int expert, int lane) {
+  i64 id[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) id[i] = first + i * 32 + lane < stop ? c.ids[first + i * 32 + lane] : -1;
+#pragma unroll
+  for (int i = 0; i < 8; i++) words[i] = __ballot_sync(0xFFFFFFFF, id[i] == expert);
+}
+
+// A block an expert: its choices in their order, then none up to the next expert's; the last block fills what is left. Each warp
+// looks at a part of all choices twice: how many of them are the expert's, and where they go.
 extern "C" __global__ void __launch_bounds__(1024) place(const __grid_constant__ Call c) {
   extern __shared__ u8 raw[];
-  u32 *room = (u32*)raw, all;
-  int thread = threadIdx.x, at = c.begin[blockIdx.x] * 8, stop = (blockIdx.x == c.experts - 1 ? c.octets : c.begin[blockIdx.x + 1]) * 8;
-  i64 next = thread < c.choices ? c.ids[thread] : -1;
-  for (int first = 0; first < c.choices; first += 1024) {
-    int i = first + thread;
-    bool mine = next == blockIdx.x;
-    if (i + 1024 < c.choices) next = c.ids[i + 1024];
-    else next = -1;
-    u32 before = sum_before(mine, room, all, thread);
-    if (mine) c.choice[at + before] = i;
-    at += all;
+  u32* counts = (u32*)raw;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = blockIdx.x;
+  int begin = c.begin[expert] * 8, end = (expert == c.experts - 1 ? c.octets : c.begin[expert + 1]) * 8;
+  int part = (c.choices + 8191) / 8192 * 256, from = warp * part, stop = min(from + part, c.choices);
+  u32 words[8], own = 0;
+#pragma unroll 1
+  for (int first = from; first < stop; first += 256) {
+    chosen(words, c, first, stop, expert, lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) own += __popc(words[i]);
   }
-  for (int i = at + thread; i < stop; i += 1024) c.choice[i] = -1;
+  if (lane == 0) counts[warp] = own;
+  __syncthreads();
+  u32 at = begin, all = 0;
+  for (int w = 0; w < 32; w++) at += w < warp ? counts[w] : 0, all += counts[w];
+#pragma unroll 1
+  for (int first = from; first < stop; first += 256) {
+    chosen(words, c, first, stop, expert, lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (words[i] >> lane & 1) c.choice[at + __popc(words[i] & ((1u << lane) - 1))] = first + i * 32 + lane;
+      at += __popc(words[i]);
+    }
+  }
+  for (int i = begin + all + threadIdx.x; i < end; i += 1024) c.choice[i] = -1;
 }

@@ -21,13 +21,15 @@ from kvist.kernels.device.row import CODES, blocks_of, on_hopper
 from kvist.kernels.experts.gpu_bank import GpuBank
 
 PANELS = 4
-STAGES = 4
 THREADS = 384
 OCTET = 8
+UNIT = 16
 MOST_EXPERTS = 1024
 COUNT_BYTES = 4 * (MOST_EXPERTS + 33)
-WIDTHS = {64: 0.85, 96: 0.97, 112: 0.98, 128: 1.0}
-"""Rows of a tile, and what part of the widest tile's rate is expected of each."""
+WIDTHS = {64: (32, 48, 64), 112: (80, 96, 112)}
+"""Most rows of a tile in a build of the kernels, and the numbers of rows that it has products for."""
+EXPANSION_ROWS = 40
+"""Rows whose products cost about as much as expanding the codes for them."""
 _SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("grouped.cu"))
 _POINTERS = (
     "rows", "laid", "codes", "scales", "ids", "begin", "tiles", "expert", "octet", "count", "choice", "weights", "hidden", "each",
@@ -64,8 +66,9 @@ Build = Callable[[torch.device, int], dict[str, Kernel]]
 
 
 def shared_bytes(width: int) -> int:
-    """Dynamic shared memory of a block."""
-    return STAGES * (width * 256 + PANELS * (CODES + 256) + 16) + 4 * 4 * 4 * width
+    """Dynamic shared memory of a block: stages, barriers, and what each of two warpgroups keeps of a tile on its way out."""
+    stages = 4 if width > 64 else 6
+    return stages * (width * 256 + PANELS * (CODES + 256)) + 1024 + 2 * width * (128 + 16 + 16 + 4)
 
 
 def built(device: torch.device, width: int) -> dict[str, Kernel]:
@@ -89,15 +92,19 @@ def fits(bank: GpuBank) -> bool:
     return takes(bank) and on_hopper(bank.gate_up.codes)
 
 
+def _rows_multiplied(rows: float, width: int) -> int:
+    """Rows that an expert of `rows` costs in tiles of up to `width`, expansions counted as rows."""
+    units = max(1, math.ceil(rows / UNIT))
+    tiles = -(-units * UNIT // width)
+    each = [UNIT * (units // tiles + (tile < units % tiles)) for tile in range(tiles)]
+    return sum(min(n for n in WIDTHS[width] if n >= part) + EXPANSION_ROWS for part in each)
+
+
 def width_for(choices: int, experts: int) -> int:
-    """Rows of a tile that cost least where experts have about as many choices each."""
+    """The build that costs least where experts have about as many choices each."""
     mean = choices / experts
     near = [(mean + z / 4 * math.sqrt(mean), math.exp(-z * z / 32)) for z in range(-8, 9)]
-
-    def cost(width: int) -> float:
-        return sum(weight * math.ceil(max(1.0, rows) / width) * width for rows, weight in near) / WIDTHS[width]
-
-    return min(WIDTHS, key=cost)
+    return min(WIDTHS, key=lambda width: sum(weight * _rows_multiplied(rows, width) for rows, weight in near))
 
 
 def lay(ids_NS: Tensor, experts: int, width: int, *, build: Build = built) -> Laid:

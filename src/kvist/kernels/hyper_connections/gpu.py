@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvist.kernels.device import interpreted, require_bfloat16, require_gpu
 from kvist.kernels.device.gpu import begin, early, fake_fp8_groups, let_next, operand, rounded, sigmoid
-from kvist.kernels.hyper_connections.hopper import fits, pass_hopper, require_fit
+from kvist.kernels.hyper_connections.hopper import finish_hopper, fits, pass_hopper, require_fit
 from kvist.kernels.hyper_connections.ref import Mix
 
 PLAIN = interpreted()
@@ -373,14 +373,18 @@ def pass_gpu(
         if by_cuda:
             require_fit(x)
             parts, squares, splits = pass_hopper(None if y_ND is None else y, x, before, weight, streams, h)
+            finish_hopper(
+                h, parts, squares, splits, base_F, scale_3, norm_D, h_quantised if quantised else None, after,
+                iterations=iterations, hc_eps=hc_eps, norm_eps=norm_eps,
+            )  # fmt: skip
         else:
             parts, squares, splits = _pass_triton(y_ND is not None, y, x, before, weight, streams, h, cut)
-        blocks = triton.cdiv(d, cut.channels)
-        _end[(triton.cdiv(n, cut.rows) + n * blocks,)](
-            h, parts, squares, base_F, scale_3, norm_D, h_quantised, *after, n, hc_eps, norm_eps, D=d, SPLITS=splits,
-            SP=triton.next_power_of_2(splits), W=cut.channels, BLOCKS=blocks, T=cut.rows, ITERATIONS=iterations,
-            QUANTISE=quantised, PLAIN=PLAIN, num_warps=4, **early(PLAIN),
-        )  # fmt: skip
+            blocks = triton.cdiv(d, cut.channels)
+            _end[(triton.cdiv(n, cut.rows) + n * blocks,)](
+                h, parts, squares, base_F, scale_3, norm_D, h_quantised, *after, n, hc_eps, norm_eps, D=d, SPLITS=splits,
+                SP=triton.next_power_of_2(splits), W=cut.channels, BLOCKS=blocks, T=cut.rows, ITERATIONS=iterations,
+                QUANTISE=quantised, PLAIN=PLAIN, num_warps=4, **early(PLAIN),
+            )  # fmt: skip
     return Entered(streams, h, h_quantised if quantised else None, after)
 
 

@@ -1,6 +1,5 @@
-"""The pass over the streams of two or more rows on Hopper: when `pass.cu` can run, how it is cut, and its launch.
-
-Must not know layers. Shapes as in `gpu.py`.
+"""The pass over the streams of two or more rows on Hopper and what follows it: when `pass.cu` and `finish.cu` can run, how they
+are cut, and their launches. Must not know layers. Shapes as in `gpu.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,36 @@ from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.hyper_connections.ref import Mix
 
 STEP = 32
-ROWS = 16
-WARPS = 4
+ROWS = 64
+THREADS = 128
 RESIDENT = 2
-"""Channels and rows of a warp at a time, warps a program, programs that a multiprocessor holds."""
-_SOURCE = Path(__file__).with_name("pass.cu")
+SHARED_BYTES = 2 * 4 * 288 * 16 + 3 * 10 * THREADS * 16
+"""Channels at a time and rows of a block, blocks that a multiprocessor holds, and a block's shared memory: two steps of weights,
+three of rows."""
+FINISH_WARPS = 5
+FINISH_RESIDENT = 3
+MOST_WIDTH = 5120
+SPREAD_ROWS = 512
+"""Rows up to which each has a block of its own to make its coefficients."""
+_FOLDER = Path(__file__).parent
+_STREAM = _FOLDER.parent / "device" / "stream.cuh"
 _POINTERS = ("y", "x", "pre", "post", "comb", "weight", "streams", "h", "parts", "squares")
-_COUNTS = ("rows", "width", "splits", "steps", "row_warps")
+_COUNTS = ("rows", "width", "splits", "steps")
+_FINISH_POINTERS = ("h", "parts", "squares", "base", "scale", "norm", "quantised", "pre", "post", "comb")
+_FINISH_COUNTS = ("rows", "width", "count", "iterations", "makers", "spread")
 
 
 class _Call(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int32) for name in _COUNTS))
+
+
+class _Finish(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _FINISH_POINTERS),
+        *((name, ctypes.c_int32) for name in _FINISH_COUNTS),
+        ("norm_eps", ctypes.c_float),
+        ("hc_eps", ctypes.c_float),
+    )
 
 
 Build = Callable[[torch.device], dict[str, Kernel]]
@@ -38,14 +56,18 @@ Build = Callable[[torch.device], dict[str, Kernel]]
 
 def built(device: torch.device) -> dict[str, Kernel]:
     """The kernels for a card."""
-    return kernels((_SOURCE,), (("leave_and_enter", 0), ("enter", 0)), device.index or 0)
+    passes = (("leave_and_enter", SHARED_BYTES), ("enter", SHARED_BYTES))
+    after = (_STREAM, _FOLDER / "collapse.cuh", _FOLDER / "finish.cu")
+    index = device.index or 0
+    return kernels((_STREAM, _FOLDER / "pass.cu"), passes, index) | kernels(after, (("finish", 4 * 32 * FINISH_WARPS),), index)
 
 
 def fits(x_NSD: Tensor) -> bool:
     """Whether the kernel takes these streams: Hopper, more than one row, whole steps."""
     n, _, width = x_NSD.shape
+    whole = width % STEP == 0 and width <= MOST_WIDTH and x_NSD.data_ptr() % 16 == 0
     hopper = x_NSD.device.type == "cuda" and torch.cuda.get_device_capability(x_NSD.device) == (9, 0)
-    return hopper and not interpreted() and n > 1 and width % STEP == 0 and x_NSD.data_ptr() % 16 == 0
+    return hopper and not interpreted() and n > 1 and whole
 
 
 def require_fit(x_NSD: Tensor) -> None:
@@ -53,21 +75,15 @@ def require_fit(x_NSD: Tensor) -> None:
     n, _, width = x_NSD.shape
     if not fits(x_NSD):
         raise ValueError(
-            f"{n} rows of {width} channels on {x_NSD.device}; the cut 'cuda' takes two or more rows of a multiple of {STEP} on "
-            "a Hopper GPU, leave the cut out"
+            f"{n} rows of {width} channels on {x_NSD.device}; the cut 'cuda' takes two or more rows of a multiple of {STEP} up "
+            f"to {MOST_WIDTH} on a Hopper GPU, leave the cut out"
         )
 
 
-def parts_of(rows: int, width: int, processors: int) -> tuple[int, int]:
-    """Parts of the channels, and warps of a program that lie side by side in rows; the others lie so in channels.
-
-    As many parts as there is room for at once: then every program takes as long as its steps.
-    """
-    steps = width // STEP
-    row_warps = 1 if rows <= ROWS and steps % WARPS == 0 else WARPS
-    columns, tiles = WARPS // row_warps, -(-rows // (ROWS * row_warps))
-    room = max(columns, RESIDENT * processors * columns // tiles)
-    return max(part for part in range(columns, min(room, steps) + 1, columns) if steps % part == 0), row_warps
+def parts_of(rows: int, width: int, processors: int) -> int:
+    """Parts of the channels: as many as there is room for at once, so that every block takes as long as its steps."""
+    steps, room = width // STEP, max(1, RESIDENT * processors // -(-rows // ROWS))
+    return max(part for part in range(1, min(room, steps) + 1) if steps % part == 0)
 
 
 def cut_weight(fn_FX: Tensor) -> Tensor:
@@ -101,21 +117,30 @@ def pass_hopper(
 ) -> tuple[Tensor, Tensor, int]:
     """Contiguous tensors; writes `streams` (where y is given) and `h_ND` before its norm. Sums [N,P,32], [N,P], and P."""
     n, _, d = x_NSD.shape
-    splits, row_warps = parts_of(n, d, multiprocessors(x_NSD.device))
+    splits = parts_of(n, d, multiprocessors(x_NSD.device))
     sums = torch.empty(n * splits * 33, dtype=torch.float32, device=x_NSD.device)
     parts, squares = sums[: n * splits * 32], sums[n * splits * 32 :]
     tensors = (y_ND, x_NSD, *mix, _terms(fn_FX), streams, h_ND, parts, squares)
-    _launch("enter" if y_ND is None else "leave_and_enter", tensors, splits, row_warps, build)
+    pointers = {name: None if t is None else t.data_ptr() for name, t in zip(_POINTERS, tensors, strict=True)}
+    call = _Call(**pointers, rows=n, width=d, splits=splits, steps=d // STEP // splits)
+    name = "enter" if y_ND is None else "leave_and_enter"
+    build(x_NSD.device)[name].launch(call, -(-n // ROWS) * splits, THREADS, overlap=True)
     return parts, squares, splits
 
 
-def _launch(name: str, tensors: tuple[Tensor | None, ...], splits: int, row_warps: int, build: Build) -> None:
-    x_NSD = tensors[1]
-    assert x_NSD is not None
-    n, _, d = x_NSD.shape
-    call = _Call(
-        **{part: None if t is None else t.data_ptr() for part, t in zip(_POINTERS, tensors, strict=True)},
-        rows=n, width=d, splits=splits, steps=d // STEP // splits, row_warps=row_warps,
+def finish_hopper(
+    h_ND: Tensor, parts: Tensor, squares: Tensor, splits: int, base_F: Tensor, scale_3: Tensor, norm_D: Tensor,
+    quantised_ND: Tensor | None, after: Mix, *, iterations: int, hc_eps: float, norm_eps: float, build: Build = built,
+) -> None:  # fmt: skip
+    """Norm `h_ND` where it lies, write the same FP8-quantised if there is room for it, and the coefficients to `after`."""
+    n, d = h_ND.shape
+    spread = n <= SPREAD_ROWS
+    makers = n if spread else -(-n // FINISH_WARPS)
+    tensors = (h_ND, parts, squares, base_F, scale_3, norm_D, quantised_ND, *after)
+    pointers = {name: None if t is None else t.data_ptr() for name, t in zip(_FINISH_POINTERS, tensors, strict=True)}
+    call = _Finish(
+        **pointers, rows=n, width=d, count=splits, iterations=iterations, makers=makers, spread=spread, norm_eps=norm_eps,
+        hc_eps=hc_eps,
     )  # fmt: skip
-    blocks = -(-n // (ROWS * row_warps)) * (splits * row_warps // WARPS)
-    build(x_NSD.device)[name].launch(call, blocks, 32 * WARPS, overlap=True)
+    blocks = makers + min(n, FINISH_RESIDENT * multiprocessors(h_ND.device))
+    build(h_ND.device)["finish"].launch(call, blocks, 32 * FINISH_WARPS, overlap=True)

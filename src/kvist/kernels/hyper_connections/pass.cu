@@ -1,12 +1,15 @@
-// Hyper-connections of two or more rows: streams left and entered in one pass over them, for Hopper (sm_90a).
+// Hyper-connections of two or more rows: streams left and entered in one pass over them, for Hopper (sm_90a). Needs `device/stream.cuh`.
 //
 // A warp owns 16 rows and 32 channels of all streams at a time, in the registers of a product's left operand: no value changes
-// its thread between memory, mixing and product. The float32 weight comes cut into three terms of eight bits, which hold all 24, in the
-// order of a product's right operand; rows are exact in bfloat16. Each part of the channels writes its own sums, which another launch adds. Knows no layers.
+// its thread between memory, mixing and product. What a thread will mix is on its way to a place of its own in shared memory two steps
+// ahead; the weight's part for a step comes once a block. The float32 weight comes cut into three terms of eight bits, which hold
+// all 24, in the order of a product's right operand; rows are exact in bfloat16. Each part of the channels writes its own sums, which
+// another launch adds (`finish.cu`). Knows no layers.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+static const int THREADS = 128;
+static const int ROW_STAGES = 3;    // of 2 rows x 5 units of 16 bytes a thread
+static const int ROW_UNITS = 10;
+static const int PART_UNITS = 288;  // of a stream's weight for 32 channels
 
 struct Call {
   const u16* y;  // null: the streams are the input already
@@ -19,21 +22,9 @@ struct Call {
   u16* h;
   float* parts;    // [N, parts, 32]: 24 logits, the streams' squares
   float* squares;  // [N, parts] of the collapse
-  int rows, width, splits, steps, row_warps;
+  int rows, width, splits, steps;
 };
 
-__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000); }
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-__device__ __forceinline__ void product_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
@@ -43,12 +34,6 @@ __device__ __forceinline__ float row_sum(float x) {
 struct Row {
   u32 x[4][4], y[4];
 };
-
-template <bool LEAVE> __device__ __forceinline__ void load(Row& row, const Call& c, i64 n, int d) {
-#pragma unroll
-  for (int s = 0; s < 4; s++) *(uint4*)row.x[s] = __ldg((const uint4*)(c.x + (n * 4 + s) * c.width + d));
-  if (LEAVE) *(uint4*)row.y = __ldg((const uint4*)(c.y + n * c.width + d));
-}
 
 struct Mix {
   float comb[4][4], post[4], pre[4];
@@ -101,58 +86,80 @@ __device__ __forceinline__ void turn(Row& row, const Mix& mix, const Call& c, i6
   *(uint4*)(c.h + n * c.width + d) = *(uint4*)one;
 }
 
-// A lane's part of the weight for one stream and 32 channels: right operands of two products for each eight logits and term.
-struct Part {
-  uint4 w[3][3];
-  __device__ __forceinline__ void load(const Call& c, int lane, int stream, int step) {
-    const uint4* at = c.weight + ((i64)step * 4 + stream) * 288 + lane;
+// 16 bytes, and the rest of their line into L2: the next step wants it, and memory gives whole lines more willingly than halves.
+__device__ __forceinline__ void fetch_unit(uint4* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// A step's weights for all warps of a block.
+__device__ __forceinline__ void fetch_weights(uint4* to, const Call& c, int step) {
+  const uint4* at = c.weight + (i64)step * (4 * PART_UNITS);
 #pragma unroll
-    for (int i = 0; i < 9; i++) w[i / 3][i % 3] = __ldg(at + i * 32);
+  for (int i = 0; i < 4 * PART_UNITS / THREADS; i++)
+    copy_unit((u8*)(to + i * THREADS + threadIdx.x), at + i * THREADS + threadIdx.x, true);
+}
+// A thread's own units of two rows: nobody else reads them.
+template <bool LEAVE> __device__ __forceinline__ void fetch_rows(uint4* to, const Call& c, const i64 (&n)[2], int d) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+#pragma unroll
+    for (int s = 0; s < 4; s++) fetch_unit(to + (r * 5 + s) * THREADS, c.x + (n[r] * 4 + s) * c.width + d);
+    if (LEAVE) fetch_unit(to + (r * 5 + 4) * THREADS, c.y + n[r] * c.width + d);
   }
-};
+}
 
 template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
-  int columns = 4 / c.row_warps;  // warps side by side in channels
-  int part = blockIdx.x % (c.splits / columns) * columns + warp % columns;
-  int first = (blockIdx.x / (c.splits / columns) * c.row_warps + warp / columns) * 16 + g;
+  extern __shared__ u8 raw[];
+  uint4 *weights = (uint4*)raw, *own = weights + 2 * 4 * PART_UNITS + threadIdx.x;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = blockIdx.x % c.splits;
+  int first = (blockIdx.x / c.splits * (THREADS / 32) + warp) * 16 + (lane >> 2);
   i64 n[2];
-  bool there[2];
+  bool there[2], idle = first - (lane >> 2) >= c.rows;  // idle: a warp without rows only brings weights
 #pragma unroll
   for (int r = 0; r < 2; r++) there[r] = first + 8 * r < c.rows, n[r] = min(first + 8 * r, c.rows - 1);
   int at = part * c.steps, d = at * 32 + (lane & 3) * 8;
-  Part next;
-  next.load(c, lane, 0, at);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  fetch_weights(weights, c, at);
+  wait_for_launch();
+  let_next();
+  if (!idle) fetch_rows<LEAVE>(own, c, n, d);
+  copies_commit();
+  if (!idle && c.steps > 1) fetch_rows<LEAVE>(own + ROW_UNITS * THREADS, c, n, d + 32);
+  copies_commit();
   Mix mix[2];
   mix[0].load(c, n[0]);
   mix[1].load(c, n[1]);
   float acc[3][4] = {}, length[2] = {0.f, 0.f}, collapsed[2] = {0.f, 0.f};
   Row rows[2];
-  load<LEAVE>(rows[0], c, n[0], d);
-  load<LEAVE>(rows[1], c, n[1], d);
+  int slot = 0;
+#pragma unroll 1
   for (int step = 0; step < c.steps; step++, d += 32) {
+    // All but the next step's rows are here; nobody reads the step before's weights any more.
+    copies_wait<1>();
+    __syncthreads();
+    if (step + 1 < c.steps) fetch_weights(weights + ((step + 1) & 1) * (4 * PART_UNITS), c, at + step + 1);
+    copies_commit();
+    int ahead = slot + 2 >= ROW_STAGES ? slot + 2 - ROW_STAGES : slot + 2;
+    if (!idle && step + 2 < c.steps) fetch_rows<LEAVE>(own + ahead * (ROW_UNITS * THREADS), c, n, d + 64);
+    copies_commit();
+    if (idle) continue;
 #pragma unroll
-    for (int r = 0; r < 2; r++) turn<LEAVE>(rows[r], mix[r], c, n[r], d, there[r], length[r], collapsed[r]);
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+      for (int s = 0; s < 4; s++) *(uint4*)rows[r].x[s] = own[(slot * ROW_UNITS + r * 5 + s) * THREADS];
+      if (LEAVE) *(uint4*)rows[r].y = own[(slot * ROW_UNITS + r * 5 + 4) * THREADS];
+      turn<LEAVE>(rows[r], mix[r], c, n[r], d, there[r], length[r], collapsed[r]);
+    }
+    if (++slot == ROW_STAGES) slot = 0;
+    const uint4* now = weights + (step & 1) * (4 * PART_UNITS) + lane;
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      // The next stream's part is on its way while this one's is multiplied.
-      Part now = next;
-      if (s < 3) next.load(c, lane, s + 1, at + step);
-      else if (step + 1 < c.steps) next.load(c, lane, 0, at + step + 1);
 #pragma unroll
       for (int term = 0; term < 3; term++)
 #pragma unroll
         for (int j = 0; j < 3; j++) {
-          uint4 b = now.w[j][term];
+          uint4 b = now[s * PART_UNITS + (j * 3 + term) * 32];
           product_16(acc[j], rows[0].x[s][0], rows[1].x[s][0], rows[0].x[s][1], rows[1].x[s][1], b.x, b.y);
           product_16(acc[j], rows[0].x[s][2], rows[1].x[s][2], rows[0].x[s][3], rows[1].x[s][3], b.z, b.w);
         }
-    }
-    if (step + 1 < c.steps) {
-      load<LEAVE>(rows[0], c, n[0], d + 32);
-      load<LEAVE>(rows[1], c, n[1], d + 32);
     }
   }
 #pragma unroll
@@ -170,7 +177,7 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2) leave_and_enter(const __grid_constant__ Call c) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) leave_and_enter(const __grid_constant__ Call c) {
   pass<true>(c);
 }
-extern "C" __global__ void __launch_bounds__(128, 2) enter(const __grid_constant__ Call c) { pass<false>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) enter(const __grid_constant__ Call c) { pass<false>(c); }
