@@ -24,13 +24,13 @@ def _restarted(company: Company) -> Compared:
 
 WAYS: dict[str, Callable[[Company], Compared]] = {
     "all at once": Company.batched,
-    "prompts in chunks of 61": Company.chunked,
-    "preempted and resumed": Company.preempted,
+    "speculated, 5 drafts": lambda company: company.drafted(5, together=False)[0],
+    "speculated, 1 draft": lambda company: company.drafted(1, together=False)[0],
+    "speculated, adaptive, all at once": lambda company: company.drafted("adaptive", together=True)[0],
     "behind a hit of the whole prompt": Company.hit,
     "pages from another process's disk": _restarted,
-    "speculated, 1 draft": lambda company: company.drafted(1, together=False)[0],
-    "speculated, 5 drafts": lambda company: company.drafted(5, together=False)[0],
-    "speculated, adaptive, all at once": lambda company: company.drafted("adaptive", together=True)[0],
+    "prompts in chunks of 61": Company.chunked,
+    "preempted and resumed": Company.preempted,
 }
 
 
