@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.cases import Benchmark, Case, Options, TimedCase, WrongResult
 from benchmarks.cpu_limits import dot_rate, memory, read_bytes, sum_bytes
 from benchmarks.cpu_wide_model import active_bytes, is_whole, wide_model
-from kvist.cache.paged_memory import PagedMemory
+from benchmarks.nano_model import decode_tokens
 from kvist.engine.session import Sequence, Session
 from kvist.kernels.experts import PackedBank, experts
 from kvist.kernels.index_select import select
@@ -86,22 +86,11 @@ def _expert_cases(options: Options, block: Tensor) -> Iterator[Case]:
 
 def _session(model: Transformer, ids: Tensor, room: int, *, whole: bool) -> tuple[Session, Sequence]:
     """A request that has read its prompt, on pages; `whole` False: operators are called one by one."""
-    pages = -(-(len(ids) + room) // model.plan.page_tokens)
-    store = PagedMemory(model.config, model.numerics, pages=pages, slots=1, verify_rows=6)
+    session, sequence = Session(model).alone(len(ids) + room), Sequence(0, ids)
     if not whole:
-        store.places = lambda rows, *, block=False: None  # type: ignore[method-assign]
-    store.open(0, range(pages), 0)
-    session, sequence = Session(model, memory=store), Sequence(0, ids)
+        session.memory.places = lambda rows, *, block=False: None  # type: ignore[method-assign]
     session.prefill([sequence])
     return session, sequence
-
-
-def _decode(session: Session, sequence: Sequence, tokens: int) -> Tensor:
-    logits = []
-    for step in range(tokens):
-        sequence.append(100 + step)
-        logits.append(session.decode([sequence]))
-    return torch.cat(logits)
 
 
 def _model_case(options: Options, block: Tensor) -> Iterator[Case]:
@@ -111,7 +100,7 @@ def _model_case(options: Options, block: Tensor) -> Iterator[Case]:
     one, other = (_session(model, ids, room, whole=whole) for whole in (True, False))
 
     def check() -> None:
-        ours, theirs = _decode(*one, 4), _decode(*other, 4)
+        ours, theirs = decode_tokens(*one, 4), decode_tokens(*other, 4)
         if not is_whole(model) or not torch.equal(ours, theirs) or not bool(ours.isfinite().all()):
             raise WrongResult(f"whole layers differ from their operators by {float((ours - theirs).abs().max())}")
 
@@ -119,8 +108,8 @@ def _model_case(options: Options, block: Tensor) -> Iterator[Case]:
     yield TimedCase(
         name=f"decode, {moved / 1e6:.0f} MB of weights a token, 512 tokens before",
         variants={
-            "whole layers": lambda: _decode(*one, TOKENS),
-            "operators one by one": lambda: _decode(*other, TOKENS),
+            "whole layers": lambda: decode_tokens(*one, TOKENS),
+            "operators one by one": lambda: decode_tokens(*other, TOKENS),
             "memory read only": lambda: read_bytes(block, moved * TOKENS),
             "torch.sum, 1 thread": lambda: sum_bytes(block, moved * TOKENS),
         },

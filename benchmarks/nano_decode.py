@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase, WrongResult
-from benchmarks.nano_batch import paged_session
 from benchmarks.nano_model import (
     count_calls,
     decode_bytes,
+    decode_tokens,
     gate,
     nano,
     observe_cost,
@@ -27,23 +27,16 @@ from kvist.engine.session import Sequence, Session
 TOKENS = 32
 
 
-def _decode(session: Session, sequence: Sequence, tokens: int = TOKENS) -> torch.Tensor:
-    logits = []
-    for step in range(tokens):
-        sequence.append(100 + step)
-        logits.append(session.decode([sequence]))
-    return torch.cat(logits)
-
-
 def paged(ids: torch.Tensor, tokens: int) -> tuple[Session, Sequence]:
     """A session on pages with room for `tokens` more that has read the prompt: layers run as one native call each."""
-    session, sequences = paged_session([ids], tokens)
-    return session, sequences[0]
+    session, sequence = Session(nano("cpu")).alone(len(ids) + tokens), Sequence(0, ids)
+    session.prefill([sequence])
+    return session, sequence
 
 
 def _require_one_meaning(one: tuple[Session, Sequence], session: Session, sequence: Sequence) -> None:
     """Whole layers over pages give the bits of the operators one by one over dense memory. Raises `WrongResult`."""
-    ours, theirs = _decode(*one, tokens=4), _decode(*twin(session, sequence, "cpu"), tokens=4)
+    ours, theirs = decode_tokens(*one, 4), decode_tokens(*twin(session, sequence, "cpu"), 4)
     if not torch.equal(ours, theirs):
         raise WrongResult(f"whole layers differ from their operators by {float((ours - theirs).abs().max())}")
 
@@ -74,9 +67,9 @@ def _build(options: Options) -> Iterator[Case]:
         yield TimedCase(
             name=label,
             variants={
-                "whole layers, pages": lambda o=whole: _decode(*o),  # type: ignore[misc]
-                "operators one by one": lambda s=session, q=sequence: _decode(s, q),  # type: ignore[misc]
-                "ref, 1 thread": lambda s=reference, q=reference_sequence: on_one_thread(lambda: _decode(s, q)),  # type: ignore[misc]
+                "whole layers, pages": lambda o=whole: decode_tokens(o[0], o[1], TOKENS),  # type: ignore[misc]
+                "operators one by one": lambda s=session, q=sequence: decode_tokens(s, q, TOKENS),  # type: ignore[misc]
+                "ref, 1 thread": lambda s=reference, q=reference_sequence: on_one_thread(lambda: decode_tokens(s, q, TOKENS)),  # type: ignore[misc]
             },
             subject="whole layers, pages",
             check=check,
@@ -89,8 +82,8 @@ def _build(options: Options) -> Iterator[Case]:
 
 
 def _calls(label: str, session: Session, sequence: Sequence, other: Session, other_sequence: Sequence) -> Iterator[Case]:
-    native, operators = count_calls(lambda: _decode(session, sequence, tokens=1))
-    _, reference_operators = count_calls(lambda: _decode(other, other_sequence, tokens=1))
+    native, operators = count_calls(lambda: decode_tokens(session, sequence, 1))
+    _, reference_operators = count_calls(lambda: decode_tokens(other, other_sequence, 1))
     yield CountedCase(
         name=f"calls a token, {label}",
         count=lambda: native + operators,

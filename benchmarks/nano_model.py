@@ -172,6 +172,15 @@ def on_one_thread(run: Callable[[], object]) -> object:
         return run()
 
 
+def decode_tokens(session: Session, sequence: Sequence, tokens: int) -> Tensor:
+    """Logits [tokens,V] of as many one-token steps, each on a token that is given."""
+    logits = []
+    for step in range(tokens):
+        sequence.append(100 + step)
+        logits.append(session.decode([sequence]))
+    return torch.cat(logits)
+
+
 def prefilled(impl: str, length: int) -> tuple[Session, Sequence]:
     """A session that has read `length` tokens."""
     session = Session(nano(impl))
