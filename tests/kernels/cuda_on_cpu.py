@@ -53,6 +53,8 @@ MEANING = {
     "product_16": "multiply_16(d, a0, a1, a2, a3, b0, b1);",
     "nearest_fp8": "auto near = [](float x) { u32 c; return copysignf(e4m3_value(min(fabsf(x), 448.f), c), x); }; "
     "return {near(first), near(second)};",
+    "product_32": "multiply(d, 32, a, 0, b, keep, false);",
+    "product_128": "multiply(d, 128, a, 0, b, keep, false);",
     "add_product": "multiply(d, N, a, 0, b, 1, false);",
     "bulk_store": "memcpy(to, from, bytes);",
     "store_columns": "store_turned(at, a, b, c, d);",
