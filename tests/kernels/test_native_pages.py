@@ -92,6 +92,7 @@ SHAPES = [
     ([1] * 6, [40, 0, 3, 119, 64, 15]),
     ([3, 0, 1, 17, 2, 5], [10, 50, 7, 33, 0, 100]),
     ([41, 7], [0, 60]),
+    ([1], [77]),
     ([], []),
 ]
 
@@ -198,7 +199,7 @@ def test_sums_that_round_in_float_round_here_too(length: int) -> None:
 
 @pytest.mark.parametrize(("lengths", "positions"), SHAPES)
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-@pytest.mark.parametrize(("heads", "width", "rows"), [(8, 64, 16), (3, 32, 5), (10, 96, 2), (64, 512, 64)])
+@pytest.mark.parametrize(("heads", "width", "rows"), [(8, 64, 16), (3, 32, 5), (10, 96, 2), (64, 512, 64), (20, 512, 16)])
 def test_attention_is_that_of_unpacked_rows_and_copied_windows(
     lengths: list[int], positions: list[int], ratio: int, heads: int, width: int, rows: int
 ) -> None:
