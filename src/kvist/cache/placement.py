@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
+FEW_ROWS = 32
+"""A pass of at most so many rows is placed by Python numbers, a larger one by arrays: the same numbers."""
 
 
 class BatchSegment(Protocol):
@@ -100,26 +106,64 @@ class Placement:
         return self._groupings[ratio, ring]
 
     def _group(self, ratio: int, ring: int) -> Grouping:
-        # Runs of Python numbers: for the few rows of a decode step arrays would cost several times as much.
-        parts: tuple[list[int], ...] = tuple([] for _ in range(7))
-        batch, early, ring_cells, slots, positions, keep, cells = parts
-        counts: list[int] = []
-        for span in self.spans:
-            first = span.publish_from // ratio * ratio
-            last = max(span.stop // ratio * ratio, first)
-            before = min(max(span.position - first, 0), last - first)
-            row, cell = span.start - span.position, span.slot * ring
-            early += range(len(batch), len(batch) + before)
-            ring_cells += [cell + member % ring for member in range(first, first + before)]
-            batch += [0] * before
-            batch += range(first + before + row, last + row)
-            counts.append((last - first) // ratio)
-            slots += [span.slot] * counts[-1]
-            positions += range(first, last, ratio)
-            kept = range(max(span.position, span.stop - ring), span.stop)
-            keep += range(kept.start + row, kept.stop + row)
-            cells += [cell + member % ring for member in kept]
+        few = self.total <= FEW_ROWS
+        parts: Sequence[Sequence[int]] | Sequence[Ints]
+        if few:
+            parts = grouped_few(self.spans, ratio, ring)
+            together = torch.tensor([number for part in parts for number in part], dtype=torch.int64)
+        else:
+            parts = grouped_many(self.table_S5.numpy(), ratio, ring)
+            together = torch.from_numpy(np.concatenate(parts))
         # One copy to the device; parts are contiguous, because native code reads them by address.
-        together = torch.tensor([number for part in parts for number in part], dtype=torch.int64, device=self.device)
-        batch_M, early_E, ring_E, slots_G, positions_G, keep_K, cell_K = together.split([len(part) for part in parts])
-        return Grouping(batch_M.view(-1, ratio), early_E, ring_E, slots_G, positions_G, tuple(counts), keep_K, cell_K)
+        pieces = together.to(self.device).split([len(part) for part in parts[:-1]] + [len(self.spans)])
+        batch_M, early_E, ring_E, slots_G, positions_G, keep_K, cell_K, _ = pieces
+        counts = tuple(int(count) for count in parts[-1])
+        return Grouping(batch_M.view(-1, ratio), early_E, ring_E, slots_G, positions_G, counts, keep_K, cell_K)
+
+
+def grouped_few(spans: Sequence[Span], ratio: int, ring: int) -> tuple[list[int], ...]:
+    """Numbers of a `Grouping` in this order: batch row of each member, `early_E`, `ring_E`, `slots_G`, `positions_G`, `keep_K`,
+    `cell_K`, `counts`. Runs of Python numbers: for the few rows of a decode step arrays cost several times as much.
+    """
+    batch, early, ring_cells, slots, positions, keep, cells, counts = parts = tuple(list[int]() for _ in range(8))
+    for span in spans:
+        first = span.publish_from // ratio * ratio
+        last = max(span.stop // ratio * ratio, first)
+        before = min(max(span.position - first, 0), last - first)
+        row, cell = span.start - span.position, span.slot * ring
+        early += range(len(batch), len(batch) + before)
+        ring_cells += [cell + member % ring for member in range(first, first + before)]
+        batch += [0] * before
+        batch += range(first + before + row, last + row)
+        counts.append((last - first) // ratio)
+        slots += [span.slot] * counts[-1]
+        positions += range(first, last, ratio)
+        kept = range(max(span.position, span.stop - ring), span.stop)
+        keep += range(kept.start + row, kept.stop + row)
+        cells += [cell + member % ring for member in kept]
+    return parts
+
+
+def grouped_many(table_S5: Ints, ratio: int, ring: int) -> tuple[Ints, ...]:
+    """The same of a segment table, for any number of rows."""
+    slot_S, start_S, length_S, position_S, publish_S = table_S5.T
+    stop_S = position_S + length_S
+    first_S = publish_S // ratio * ratio
+    count_S = np.maximum(stop_S // ratio * ratio - first_S, 0)
+    of_M, member_M = _ragged(first_S, count_S)
+    row_M = member_M - position_S[of_M] + start_S[of_M]
+    early_E = (row_M < start_S[of_M]).nonzero()[0]
+    ring_E = slot_S[of_M[early_E]] * ring + member_M[early_E] % max(ring, 1)
+    row_M[early_E] = 0
+    kept_S = np.maximum(position_S, stop_S - ring)
+    of_K, member_K = _ragged(kept_S, stop_S - kept_S)
+    keep_K = member_K - position_S[of_K] + start_S[of_K]
+    cell_K = slot_S[of_K] * ring + member_K % max(ring, 1)
+    return row_M, early_E, ring_E, slot_S[of_M[::ratio]], member_M[::ratio], keep_K, cell_K, count_S // ratio
+
+
+def _ragged(first_S: Ints, count_S: Ints) -> tuple[Ints, Ints]:
+    """Runs of consecutive numbers, `count` from `first` each: the run of each number and the numbers, all int64 [sum]."""
+    of_M = np.repeat(np.arange(len(first_S)), count_S)
+    before_S = np.cumsum(count_S) - count_S
+    return of_M, np.arange(len(of_M)) - before_S[of_M] + first_S[of_M]
