@@ -1,4 +1,4 @@
-"""Where a pass's groups come from: placed by Python numbers and by arrays, the same numbers, against a plain statement of each."""
+"""Where a pass's groups come from: by Python numbers and by arrays the same, and as a plain statement says."""
 
 from __future__ import annotations
 
