@@ -8,11 +8,12 @@ Must not know verification, acceptance or costs. Shapes: N rows, R requests, B d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvist.engine.card.device_model import BUCKETS, DeviceModel, captured
 from kvist.engine.card.layers import Chosen, wide_product
 from kvist.engine.card.places import Places
 from kvist.kernels.best_token.gpu import best_token_gpu
@@ -21,10 +22,6 @@ from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.linear.gpu import linear_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.row_places import RowPlaces, row_places
-
-if TYPE_CHECKING:
-    from kvist.engine.card.device_model import DeviceModel
-
 
 FILLS = (16, 128, 1024)
 """Rows that `fill` runs at once: few sizes, since every size may need kernels of its own."""
@@ -51,6 +48,7 @@ class CardDrafts:
             raise ValueError(f"a block of {size} drafts needs a state that takes back as many rows; this one takes back {rows}")
         self.model, self.weights, self.config, self.state = model, weights, config, state
         self.block = config.dspark_block_size
+        self._captured: dict[int, tuple[Tensor, Proposed, torch.cuda.CUDAGraph]] = {}
 
     @torch.inference_mode()
     def observe(self, targets_NX: Tensor, position_N: Tensor, slot_N: Tensor) -> None:
@@ -81,6 +79,30 @@ class CardDrafts:
         """Build what `fill` will need, on the spare slot: the first use of each size would wait for it."""
         for size in FILLS:
             self.fill([self.state.spare] * size, [0] * size)
+
+    @torch.inference_mode()
+    def proposed(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Proposed:
+        """`propose` for requests as the host knows them; captured once a bucket of requests where the model captures steps."""
+        count, spare = len(tokens), self.state.spare
+        if not self.model.graphs or count > BUCKETS[-1]:
+            return self.propose(*torch.tensor([tokens, positions, slots], device=self.state.device))
+        bucket = next(size for size in BUCKETS if size >= count)
+        padding = [0] * (bucket - count)
+        if bucket not in self._captured:
+            self._captured[bucket] = self._capture(bucket)
+        input_3R, made, graph = self._captured[bucket]
+        input_3R.copy_(torch.tensor([[*tokens, *padding], [*positions, *padding], [*slots, *(spare for _ in padding)]]))
+        graph.replay()
+        # The next replay writes there again.
+        return Proposed(*(part[:count].clone() for part in made))
+
+    def _capture(self, requests: int) -> tuple[Tensor, Proposed, torch.cuda.CUDAGraph]:
+        """What a graph reads, what it leaves, and the graph."""
+        input_3R = torch.zeros(3, requests, dtype=torch.int64, device=self.state.device)
+        input_3R[2] = self.state.spare
+        made: list[Proposed] = []
+        graph = captured(lambda: self.propose(*input_3R), lambda: made.append(self.propose(*input_3R)))
+        return input_3R, made[0], graph
 
     @torch.inference_mode()
     def propose(self, first_R: Tensor, position_R: Tensor, slot_R: Tensor) -> Proposed:

@@ -125,12 +125,12 @@ class CardExecutor:
         bringer = self.prefill.bringer
         planned = passes.plan_pass([passes.Piece(prompt=prompt, start=0, stop=size)], bringer.sizes)
         self.prefill.compute(bringer.derive(planned, bringer.send(planned)))
-        held = self.model.buffers(1, 1)
-        held.slots_M.fill_(spare)
-        self.model.runner(held, 1, advance=False)()
+        for rows in sorted({1, self.state.most_rows if self.device.type == "cuda" else 1}):
+            held = self.model.buffers(1, rows)
+            held.slots_M.fill_(spare)
+            self.model.runner(held, 1, advance=False)()
         if self.blocks is not None:
-            first_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.blocks.propose(first_1, first_1, torch.full_like(first_1, spare))
+            self.blocks.proposed([0], [0], [spare])
             if self.device.type == "cuda":
                 self.blocks.prepare()
         if self.device.type == "cuda":
@@ -207,10 +207,9 @@ class CardExecutor:
         assert self.blocks is not None, "this engine drafts nothing"
         self._fill(jobs)
         lines = [[int(job.tokens.ids[-1]) for job in jobs], [len(job) - 2 for job in jobs], [_slot(job) for job in jobs]]
-        first_R, position_R, slot_R = torch.tensor(lines, device=self.device)
-        proposed = self.blocks.propose(first_R, position_R, slot_R)
+        proposed = self.blocks.proposed(*lines)
         head, embed = self.blocks.weights.markov_head, self.blocks.weights.markov_embed
-        previous_R, logits, tokens = first_R, [], []
+        previous_R, logits, tokens = torch.tensor(lines[0], device=self.device), [], []
         for place in range(self.blocks.block):
             bias_RV = torch.nn.functional.linear(embed[previous_R], head).float()
             logits.append(proposed.base_RBV[:, place] + bias_RV)
