@@ -16,12 +16,14 @@ from kvist.kernels.quantise import quantise
 from tests.kernels.cuda_on_cpu import build
 
 EPS = 1e-6
+PASSES = ("leave_and_enter", "enter")
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, sources = tmp_path_factory.mktemp("pass"), Path(str(module.__file__)).parent
-    made = build((STREAM_SOURCE, sources / "pass.cu"), {"leave_and_enter": module.THREADS, "enter": module.THREADS}, folder)
+    threads = {name + kind: columns * module.COLUMN_THREADS for name in PASSES for kind, columns in (("", 1), ("_wide", 2))}
+    made = build((STREAM_SOURCE, sources / "pass.cu"), threads, folder)
     after = (STREAM_SOURCE, COLLAPSE_SOURCE, sources / "finish.cu")
     made |= build(after, {"finish": 32 * module.FINISH_WARPS}, folder)
     return lambda device: made
@@ -37,16 +39,21 @@ def random_mix(n: int) -> Mix:
     return Mix(torch.rand(n, 4), torch.rand(n, 4), torch.rand(n, 4, 4))
 
 
-@pytest.mark.parametrize(("n", "d", "processors"), [(3, 128, 2), (20, 160, 1), (70, 64, 1), (70, 224, 2)])
+@pytest.mark.parametrize(
+    ("n", "d", "processors", "wide"), [(3, 128, 2, 99), (20, 160, 1, 99), (70, 64, 1, 70), (70, 224, 2, 99), (70, 256, 4, 70)]
+)
 @pytest.mark.parametrize("leaves", [True, False])
-def test_streams_and_sums(n: int, d: int, processors: int, leaves: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_and_sums(
+    n: int, d: int, processors: int, wide: int, leaves: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(module, "WIDE_ROWS", wide)
     torch.manual_seed(n)
     x, y = torch.randn(n, 4, d).bfloat16(), torch.randn(n, d).bfloat16()
     mix, fn = random_mix(n), torch.randn(24, 4 * d)
     streams, h = torch.empty_like(x), torch.empty(n, d).bfloat16()
     parts, squares, splits = module.pass_hopper(y if leaves else None, x, mix, fn, streams, h, build=kernels)
-    assert splits == module.parts_of(n, d, processors)
+    assert (splits, 2 if n >= wide else 1) == module.parts_of(n, d, processors)
     now = leave(y, x, mix) if leaves else x
     if leaves:
         near(streams, now)
@@ -85,6 +92,7 @@ def test_norm_and_coefficients(
 
 
 def test_parts_fill_the_card() -> None:
-    assert module.parts_of(64, 5120, 132) == 160
-    assert module.parts_of(4096, 5120, 132) == 4
-    assert module.parts_of(100_000, 5120, 132) == 1
+    assert module.parts_of(64, 5120, 132) == (160, 1)
+    assert module.parts_of(4096, 5120, 132) == (4, 2)
+    assert module.parts_of(100_000, 5120, 132) == (2, 2)
+    assert module.parts_of(100_000, 5120 + 32, 132) == (1, 1)

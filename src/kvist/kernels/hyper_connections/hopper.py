@@ -20,11 +20,11 @@ from kvist.kernels.hyper_connections.ref import Mix
 
 STEP = 32
 ROWS = 64
-THREADS = 128
-RESIDENT = 2
-SHARED_BYTES = 2 * 4 * 288 * 16 + 3 * 10 * THREADS * 16
-"""Channels at a time and rows of a block, blocks that a multiprocessor holds, and a block's shared memory: two steps of weights,
-three of rows."""
+COLUMN_THREADS = 128
+ROOM = 2
+"""Channels and rows that four warps take at a time, and such columns of four warps on a multiprocessor, in one block or two."""
+WIDE_ROWS = 1024
+"""Rows from which two columns are one block: they read twice as much of a row at once (170 us for 180 at 4,096 rows)."""
 FINISH_WARPS = 5
 FINISH_RESIDENT = 3
 MOST_WIDTH = 5120
@@ -54,9 +54,16 @@ class _Finish(ctypes.Structure):
 Build = Callable[[torch.device], dict[str, Kernel]]
 
 
+def shared_bytes(columns: int) -> int:
+    """Of a block: two steps of weights, three of rows."""
+    return columns * (2 * 4 * 288 * 16 + 3 * 10 * COLUMN_THREADS * 16)
+
+
 def built(device: torch.device) -> dict[str, Kernel]:
     """The kernels for a card."""
-    passes = (("leave_and_enter", SHARED_BYTES), ("enter", SHARED_BYTES))
+    passes = tuple(
+        (name + kind, shared_bytes(columns)) for name in ("leave_and_enter", "enter") for kind, columns in (("", 1), ("_wide", 2))
+    )
     after = (_STREAM, _FOLDER / "collapse.cuh", _FOLDER / "finish.cu")
     index = device.index or 0
     return kernels((_STREAM, _FOLDER / "pass.cu"), passes, index) | kernels(after, (("finish", 4 * 32 * FINISH_WARPS),), index)
@@ -80,10 +87,14 @@ def require_fit(x_NSD: Tensor) -> None:
         )
 
 
-def parts_of(rows: int, width: int, processors: int) -> int:
-    """Parts of the channels: as many as there is room for at once, so that every block takes as long as its steps."""
-    steps, room = width // STEP, max(1, RESIDENT * processors // -(-rows // ROWS))
-    return max(part for part in range(1, min(room, steps) + 1) if steps % part == 0)
+def parts_of(rows: int, width: int, processors: int) -> tuple[int, int]:
+    """Parts of the channels, and how many of them a block takes side by side.
+
+    As many parts as there is room for at once, so that every block takes as long as its steps.
+    """
+    columns = 2 if rows >= WIDE_ROWS and width % (2 * STEP) == 0 else 1
+    steps, room = width // (STEP * columns), max(1, ROOM // columns * processors // -(-rows // ROWS))
+    return columns * max(part for part in range(1, min(room, steps) + 1) if steps % part == 0), columns
 
 
 def cut_weight(fn_FX: Tensor) -> Tensor:
@@ -117,14 +128,14 @@ def pass_hopper(
 ) -> tuple[Tensor, Tensor, int]:
     """Contiguous tensors; writes `streams` (where y is given) and `h_ND` before its norm. Sums [N,P,32], [N,P], and P."""
     n, _, d = x_NSD.shape
-    splits = parts_of(n, d, multiprocessors(x_NSD.device))
+    splits, columns = parts_of(n, d, multiprocessors(x_NSD.device))
     sums = torch.empty(n * splits * 33, dtype=torch.float32, device=x_NSD.device)
     parts, squares = sums[: n * splits * 32], sums[n * splits * 32 :]
     tensors = (y_ND, x_NSD, *mix, _terms(fn_FX), streams, h_ND, parts, squares)
     pointers = {name: None if t is None else t.data_ptr() for name, t in zip(_POINTERS, tensors, strict=True)}
     call = _Call(**pointers, rows=n, width=d, splits=splits, steps=d // STEP // splits)
-    name = "enter" if y_ND is None else "leave_and_enter"
-    build(x_NSD.device)[name].launch(call, -(-n // ROWS) * splits, THREADS, overlap=True)
+    name = ("enter" if y_ND is None else "leave_and_enter") + ("_wide" if columns == 2 else "")
+    build(x_NSD.device)[name].launch(call, -(-n // ROWS) * splits // columns, COLUMN_THREADS * columns, overlap=True)
     return parts, squares, splits
 
 

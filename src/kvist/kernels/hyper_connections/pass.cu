@@ -6,7 +6,7 @@
 // all 24, in the order of a product's right operand; rows are exact in bfloat16. Each part of the channels writes its own sums, which
 // another launch adds (`finish.cu`). Knows no layers.
 
-static const int THREADS = 128;
+static const int ROW_WARPS = 4;     // of a block, side by side in rows; where rows are many, two of them stand side by side in channels
 static const int ROW_STAGES = 3;    // of 2 rows x 5 units of 16 bytes a thread
 static const int ROW_UNITS = 10;
 static const int PART_UNITS = 288;  // of a stream's weight for 32 channels
@@ -86,59 +86,67 @@ __device__ __forceinline__ void turn(Row& row, const Mix& mix, const Call& c, i6
   *(uint4*)(c.h + n * c.width + d) = *(uint4*)one;
 }
 
-// 16 bytes, and the rest of their line into L2: the next step wants it, and memory gives whole lines more willingly than halves.
-__device__ __forceinline__ void fetch_unit(uint4* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// 16 bytes, and what follows them into L2: the next step wants it, and memory gives long pieces more willingly than short ones.
+template <int COLUMNS> __device__ __forceinline__ void fetch_unit(uint4* to, const void* from) {
+  if (COLUMNS == 1)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 // A step's weights for all warps of a block.
-__device__ __forceinline__ void fetch_weights(uint4* to, const Call& c, int step) {
-  const uint4* at = c.weight + (i64)step * (4 * PART_UNITS);
+template <int COLUMNS> __device__ __forceinline__ void fetch_weights(uint4* to, const Call& c, int step) {
+  const uint4* at = c.weight + (i64)step * (COLUMNS * 4 * PART_UNITS);
 #pragma unroll
-  for (int i = 0; i < 4 * PART_UNITS / THREADS; i++)
-    copy_unit((u8*)(to + i * THREADS + threadIdx.x), at + i * THREADS + threadIdx.x, true);
+  for (int i = 0; i < 4 * PART_UNITS / (32 * ROW_WARPS); i++) {
+    int unit = i * 32 * ROW_WARPS * COLUMNS + threadIdx.x;
+    copy_unit((u8*)(to + unit), at + unit, true);
+  }
 }
 // A thread's own units of two rows: nobody else reads them.
-template <bool LEAVE> __device__ __forceinline__ void fetch_rows(uint4* to, const Call& c, const i64 (&n)[2], int d) {
+template <bool LEAVE, int COLUMNS> __device__ __forceinline__ void fetch_rows(uint4* to, const Call& c, const i64 (&n)[2], int d) {
+  static const int THREADS = 32 * ROW_WARPS * COLUMNS;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) fetch_unit(to + (r * 5 + s) * THREADS, c.x + (n[r] * 4 + s) * c.width + d);
-    if (LEAVE) fetch_unit(to + (r * 5 + 4) * THREADS, c.y + n[r] * c.width + d);
+    for (int s = 0; s < 4; s++) fetch_unit<COLUMNS>(to + (r * 5 + s) * THREADS, c.x + (n[r] * 4 + s) * c.width + d);
+    if (LEAVE) fetch_unit<COLUMNS>(to + (r * 5 + 4) * THREADS, c.y + n[r] * c.width + d);
   }
 }
 
-template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
+template <bool LEAVE, int COLUMNS> __device__ __forceinline__ void pass(const Call& c) {
+  static const int THREADS = 32 * ROW_WARPS * COLUMNS, WEIGHT_UNITS = COLUMNS * 4 * PART_UNITS;
   extern __shared__ u8 raw[];
-  uint4 *weights = (uint4*)raw, *own = weights + 2 * 4 * PART_UNITS + threadIdx.x;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = blockIdx.x % c.splits;
-  int first = (blockIdx.x / c.splits * (THREADS / 32) + warp) * 16 + (lane >> 2);
+  uint4 *weights = (uint4*)raw, *own = weights + 2 * WEIGHT_UNITS + threadIdx.x;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = warp % COLUMNS, blocks = c.splits / COLUMNS;
+  int at = blockIdx.x % blocks * c.steps, d = (at * COLUMNS + column) * 32 + (lane & 3) * 8;
+  int first = (blockIdx.x / blocks * ROW_WARPS + warp / COLUMNS) * 16 + (lane >> 2);
   i64 n[2];
   bool there[2], idle = first - (lane >> 2) >= c.rows;  // idle: a warp without rows only brings weights
 #pragma unroll
   for (int r = 0; r < 2; r++) there[r] = first + 8 * r < c.rows, n[r] = min(first + 8 * r, c.rows - 1);
-  int at = part * c.steps, d = at * 32 + (lane & 3) * 8;
-  fetch_weights(weights, c, at);
+  fetch_weights<COLUMNS>(weights, c, at);
   wait_for_launch();
   let_next();
-  if (!idle) fetch_rows<LEAVE>(own, c, n, d);
+  if (!idle) fetch_rows<LEAVE, COLUMNS>(own, c, n, d);
   copies_commit();
-  if (!idle && c.steps > 1) fetch_rows<LEAVE>(own + ROW_UNITS * THREADS, c, n, d + 32);
+  if (!idle && c.steps > 1) fetch_rows<LEAVE, COLUMNS>(own + ROW_UNITS * THREADS, c, n, d + 32 * COLUMNS);
   copies_commit();
   Mix mix[2];
   mix[0].load(c, n[0]);
   mix[1].load(c, n[1]);
-  float acc[3][4] = {}, length[2] = {0.f, 0.f}, collapsed[2] = {0.f, 0.f};
+  // Sums by terms of the weight: a product seldom waits for the one before.
+  float acc[3][3][4] = {}, length[2] = {0.f, 0.f}, collapsed[2] = {0.f, 0.f};
   Row rows[2];
   int slot = 0;
 #pragma unroll 1
-  for (int step = 0; step < c.steps; step++, d += 32) {
+  for (int step = 0; step < c.steps; step++, d += 32 * COLUMNS) {
     // All but the next step's rows are here; nobody reads the step before's weights any more.
     copies_wait<1>();
     __syncthreads();
-    if (step + 1 < c.steps) fetch_weights(weights + ((step + 1) & 1) * (4 * PART_UNITS), c, at + step + 1);
+    if (step + 1 < c.steps) fetch_weights<COLUMNS>(weights + ((step + 1) & 1) * WEIGHT_UNITS, c, at + step + 1);
     copies_commit();
     int ahead = slot + 2 >= ROW_STAGES ? slot + 2 - ROW_STAGES : slot + 2;
-    if (!idle && step + 2 < c.steps) fetch_rows<LEAVE>(own + ahead * (ROW_UNITS * THREADS), c, n, d + 64);
+    if (!idle && step + 2 < c.steps) fetch_rows<LEAVE, COLUMNS>(own + ahead * (ROW_UNITS * THREADS), c, n, d + 64 * COLUMNS);
     copies_commit();
     if (idle) continue;
 #pragma unroll
@@ -149,7 +157,7 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
       turn<LEAVE>(rows[r], mix[r], c, n[r], d, there[r], length[r], collapsed[r]);
     }
     if (++slot == ROW_STAGES) slot = 0;
-    const uint4* now = weights + (step & 1) * (4 * PART_UNITS) + lane;
+    const uint4* now = weights + (step & 1) * WEIGHT_UNITS + column * (4 * PART_UNITS) + lane;
 #pragma unroll
     for (int s = 0; s < 4; s++) {
 #pragma unroll
@@ -157,19 +165,25 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
 #pragma unroll
         for (int j = 0; j < 3; j++) {
           uint4 b = now[s * PART_UNITS + (j * 3 + term) * 32];
-          product_16(acc[j], rows[0].x[s][0], rows[1].x[s][0], rows[0].x[s][1], rows[1].x[s][1], b.x, b.y);
-          product_16(acc[j], rows[0].x[s][2], rows[1].x[s][2], rows[0].x[s][3], rows[1].x[s][3], b.z, b.w);
+          product_16(acc[term][j], rows[0].x[s][0], rows[1].x[s][0], rows[0].x[s][1], rows[1].x[s][1], b.x, b.y);
+          product_16(acc[term][j], rows[0].x[s][2], rows[1].x[s][2], rows[0].x[s][3], rows[1].x[s][3], b.z, b.w);
         }
     }
   }
+  int part = blockIdx.x % blocks * COLUMNS + column;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     length[r] = row_sum(length[r]);
     collapsed[r] = row_sum(collapsed[r]);
     if (!there[r]) continue;
-    float* to = c.parts + (n[r] * c.splits + part) * 32;
+    float* to = c.parts + (n[r] * c.splits + part) * 32 + (lane & 3) * 2;
 #pragma unroll
-    for (int j = 0; j < 3; j++) *(float2*)(to + j * 8 + (lane & 3) * 2) = make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
+    for (int j = 0; j < 3; j++) {
+      float2 sum = make_float2(acc[0][j][2 * r], acc[0][j][2 * r + 1]);
+#pragma unroll
+      for (int term = 1; term < 3; term++) sum.x += acc[term][j][2 * r], sum.y += acc[term][j][2 * r + 1];
+      *(float2*)(to + j * 8) = sum;
+    }
     if ((lane & 3) == 0) {
       to[24] = length[r];
       c.squares[n[r] * c.splits + part] = collapsed[r];
@@ -177,7 +191,7 @@ template <bool LEAVE> __device__ __forceinline__ void pass(const Call& c) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) leave_and_enter(const __grid_constant__ Call c) {
-  pass<true>(c);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 2) enter(const __grid_constant__ Call c) { pass<false>(c); }
+extern "C" __global__ void __launch_bounds__(128, 2) leave_and_enter(const __grid_constant__ Call c) { pass<true, 1>(c); }
+extern "C" __global__ void __launch_bounds__(128, 2) enter(const __grid_constant__ Call c) { pass<false, 1>(c); }
+extern "C" __global__ void __launch_bounds__(256, 1) leave_and_enter_wide(const __grid_constant__ Call c) { pass<true, 2>(c); }
+extern "C" __global__ void __launch_bounds__(256, 1) enter_wide(const __grid_constant__ Call c) { pass<false, 2>(c); }
