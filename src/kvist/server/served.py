@@ -114,7 +114,7 @@ class PinHolder(Protocol):
         """Pages that a prefix of so many tokens may take."""
         ...
 
-    async def hold(self, ids: Sequence[int], salt: bytes) -> Any:
+    async def hold(self, ids: Sequence[int], salt: bytes) -> HeldPrefix:
         """Hold what memory has of these tokens."""
         ...
 
