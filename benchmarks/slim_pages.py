@@ -119,7 +119,7 @@ def _from_disk(mover: PageMover, pool_PB: Tensor, host_PB: Tensor, pages: list[i
 
         def restored() -> None:
             came = mover.restore_from(
-                lambda first, stop, memory: store.get_into(keys[first:stop], memory), pages,
+                lambda first, stop, memory: store.read_into(keys[first:stop], memory), pages,
                 record_bytes=store.geometry.slot_bytes, page_at=HEADER_BYTES,
             )  # fmt: skip
             if came != len(pages):

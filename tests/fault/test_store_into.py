@@ -24,7 +24,7 @@ def filled(folder: Path, files: FaultyFiles | None = None) -> PageStore:
 def read(store: PageStore, numbers: list[int]) -> int:
     """How many came; each is compared, and what lies behind them is nobody's."""
     memory = memoryview(bytearray(len(numbers) * store.geometry.slot_bytes))
-    came = store.get_into([key(n) for n in numbers], memory)
+    came = store.read_into([key(n) for n in numbers], memory)()
     for at, number in enumerate(numbers[:came]):
         first = at * store.geometry.slot_bytes + HEADER_BYTES
         assert memory[first : first + PAGE_BYTES] == payload(number), f"page {number} is wrong"

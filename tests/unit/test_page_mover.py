@@ -5,6 +5,7 @@ Runs on the GPU where there is one, else on the processor, where the same calls 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_from_a_store_up_to_the_first_missing_page(tmp_path: Path, monkeypatch: 
 
     def restored() -> int:
         return mover.restore_from(
-            lambda first, stop, memory: store.get_into(keys[first:stop], memory), pages,
+            lambda first, stop, memory: store.read_into(keys[first:stop], memory), pages,
             record_bytes=store.geometry.slot_bytes, page_at=HEADER_BYTES,
         )  # fmt: skip
 
@@ -78,21 +79,21 @@ def test_a_source_that_ends_early_or_fails(part_pages: int, monkeypatch: pytest.
     monkeypatch.setattr(page_mover, "READ_BYTES", part_pages * rows.layout.page_bytes)
     mover, host, pages = PageMover(rows), host_pages(rows), places()
 
-    def ending(first: int, stop: int, memory: memoryview) -> int:
+    def ending(first: int, stop: int, memory: memoryview) -> Callable[[], int]:
         there = host[first : min(stop, 4)].numpy().tobytes()
         memory[: len(there)] = there
-        return len(there) // host.shape[1]
+        return lambda: len(there) // host.shape[1]
 
     for _ in range(3):  # buffers are used again
         assert mover.restore_from(ending, pages) == 4
         assert torch.equal(rows.bytes_PB[pages[:4]].cpu(), host[:4])
     assert not rows.bytes_PB[pages[4:]].any()
 
-    def broken(first: int, stop: int, memory: memoryview) -> int:
+    def broken(first: int, stop: int, memory: memoryview) -> Callable[[], int]:
         if stop > 6:
             raise OSError("the disk is gone")
         memory[: (stop - first) * host.shape[1]] = host[first:stop].numpy().tobytes()
-        return stop - first
+        return lambda: stop - first
 
     with pytest.raises(OSError, match="the disk is gone"):
         mover.restore_from(broken, pages)

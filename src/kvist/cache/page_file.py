@@ -258,17 +258,12 @@ class PageFile:
 
     def _fill_from(self, slot: int, target: memoryview) -> int:
         """Bytes from a slot's begin on; how many there were before the file's end."""
-        # The kernel reads ahead by descriptor: threads that shared one would each look like random reads to it.
-        fd, there = self._files.open(self.path, os.O_RDONLY), 0
-        try:
-            self._files.advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while there < len(target):
-                came = self._files.read_into(fd, [target[there : there + _READ_BYTES]], self._offset(slot) + there)
-                if not came:
-                    break
-                there += came
-        finally:
-            self._files.close(fd)
+        there = 0
+        while there < len(target):
+            came = self._files.read_into(self._fd, [target[there : there + _READ_BYTES]], self._offset(slot) + there)
+            if not came:
+                break
+            there += came
         return there
 
     def write(self, slot: int, records: Iterable[tuple[Buffer, Buffer]]) -> None:

@@ -129,21 +129,22 @@ class PageStore:
                 for key in part:
                     yield self._get(key, entries.get(key), next(raw) if key in entries else None)
 
-    def get_into(self, keys: Sequence[bytes], memory: memoryview) -> int:
-        """Pages in order up to the first that `get` would not give, proved where the disk has put them; how many came.
-
-        Each lies HEADER_BYTES behind its place in `memory`, places `geometry.slot_bytes` apart.
-        """
+    def read_into(self, keys: Sequence[bytes], memory: memoryview) -> Callable[[], int]:
+        """Read pages, each HEADER_BYTES behind its place in `memory`, places `geometry.slot_bytes` apart. What comes back proves
+        them there, in order up to the first that `get` would not give, and says how many: meanwhile the disk may go on."""
         entries, size = self._find_many(keys), self.geometry.slot_bytes
         there = list(takewhile(entries.__contains__, keys))
         raw = self._file.read_into([entries[key].slot for key in there], memory)
-        for at, (key, record) in enumerate(zip(there, raw, strict=True)):
-            payload = self._get(key, entries[key], record)
-            if payload is None:
-                return at
-            if payload.obj is not memory.obj:  # it was read once more
-                memory[at * size + HEADER_BYTES :][: len(payload)] = payload
-        return len(there)
+
+        def proved() -> int:
+            for at, (key, record) in enumerate(zip(there, raw, strict=True)):
+                if (payload := self._get(key, entries[key], record)) is None:
+                    return at
+                if payload.obj is not memory.obj:  # it was read once more
+                    memory[at * size + HEADER_BYTES :][: len(payload)] = payload
+            return len(there)
+
+        return proved
 
     def prove(self, entry: Entry, raw: Buffer | OSError | None = None) -> Stored | str:
         """Read an indexed page (unless `raw` is what was read) and prove it; a damaged one is counted and dropped by this.

@@ -7,7 +7,7 @@ copy is under way. Must not know keys, files or requests; where pages come from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
 
@@ -21,11 +21,12 @@ PART_BYTES = 64 << 20
 """Bytes of a copy: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
 READ_BYTES = 8 << 20
 """Bytes that one thread reads at a time where pages come from a function."""
-READERS = 4
+READERS, PROVERS = 2, 4
+"""Threads that read (a disk likes few), and that prove what was read meanwhile."""
 
-Read = Callable[[int, int, memoryview], int]
-"""Put the pages first..stop-1 of those to be restored into memory, in order up to the first that is missing; how many came.
-Called from threads."""
+Read = Callable[[int, int, memoryview], Callable[[], int]]
+"""Put the pages first..stop-1 of those to be restored into memory; what comes back proves them, in order up to the first that is
+missing, and says how many came. Both are called from threads."""
 
 
 class _Lane:
@@ -49,8 +50,8 @@ class _Staging:
         self.device_RB = torch.empty(records, record_bytes, dtype=torch.uint8, device=device)
         self.used = torch.cuda.Event() if on_card else None
 
-    def fill(self, read: Read, first: int, stop: int) -> int:
-        """Read pages first..stop-1; returns how many came."""
+    def fill(self, read: Read, first: int, stop: int) -> Callable[[], int]:
+        """Read pages first..stop-1; see `Read`."""
         if self.used is not None:
             # What lay here before must be in the pool.
             self.used.synchronize()
@@ -58,8 +59,8 @@ class _Staging:
 
 
 class PageMover:
-    """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device; where pages are read, READERS + 1
-    times READ_BYTES, pinned and on the device.
+    """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device; where pages are read, READ_BYTES
+    for each thread and once more, pinned and on the device.
 
     Raises ValueError for a part that holds no page.
     """
@@ -104,20 +105,21 @@ class PageMover:
         behind its place.
         """
         record_bytes = self.page_bytes if record_bytes is None else record_bytes
-        size = max(1, READ_BYTES // record_bytes)
+        size, ahead = max(1, READ_BYTES // record_bytes), READERS + PROVERS
         starts = list(range(0, len(pages), size))
         if not self._staging or self._staging[0].host_RB.shape[1] != record_bytes:
-            self._staging = [_Staging(size, record_bytes, self.device) for _ in range(READERS + 1)]
-
-        def filled(number: int) -> int:
-            first = starts[number]
-            return self._staging[number % len(self._staging)].fill(read, first, min(first + size, len(pages)))
-
+            self._staging = [_Staging(size, record_bytes, self.device) for _ in range(ahead + 1)]
         count, ids = 0, self._numbers(pages)
-        with self._lanes() as lanes, ThreadPoolExecutor(READERS, thread_name_prefix="kvist-restore") as threads:
-            coming = [threads.submit(filled, number) for number in range(min(READERS, len(starts)))]
+        with self._lanes() as lanes, _threads(PROVERS) as provers, _threads(READERS) as readers:
+
+            def filled(number: int) -> Future[int]:
+                first, staging = starts[number], self._staging[number % len(self._staging)]
+                return provers.submit(staging.fill(read, first, min(first + size, len(pages))))
+
+            coming = [readers.submit(filled, number) for number in range(min(ahead, len(starts)))]
             for number, first in enumerate(starts):
-                came, staging, lane = coming[number].result(), self._staging[number % len(self._staging)], next(lanes)
+                came, staging = coming[number].result().result(), self._staging[number % len(self._staging)]
+                lane = next(lanes)
                 with lane.entered():
                     staging.device_RB[:came].copy_(staging.host_RB[:came], non_blocking=True)
                 self._scatter(lane, ids[first : first + came], staging.device_RB[:came, page_at : page_at + self.page_bytes])
@@ -127,8 +129,8 @@ class PageMover:
                 if came < min(size, len(pages) - first):
                     break
                 # The next one's memory is free, or on its way to the pool: its thread waits.
-                if number + READERS < len(starts):
-                    coming.append(threads.submit(filled, number + READERS))
+                if number + ahead < len(starts):
+                    coming.append(readers.submit(filled, number + ahead))
         return count
 
     def save(self, pages: Sequence[int], host_PB: Tensor) -> None:
@@ -191,3 +193,7 @@ class PageMover:
                 f"host pages are {host_PB.dtype} {list(host_PB.shape)}; {len(pages)} pages of {self.page_bytes} bytes are uint8 "
                 f"{[len(pages), self.page_bytes]}"
             )
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="kvist-restore")
