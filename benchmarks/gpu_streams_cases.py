@@ -7,7 +7,6 @@ torch, launch by launch in the same graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +21,10 @@ from kvist.kernels.routing import route
 from kvist.quant import INDEX_KEY, MAIN_ENTRY, WINDOW_ENTRY
 
 D = 5120
-CUTS: dict[int, list[Cut | Literal["cuda"]]] = {
+CUTS = {
     1: [ONE._replace(step=32, programs=160)],
-    64: ["cuda", FEW._replace(programs=640)],
-    4096: ["cuda", MANY._replace(programs=512)],
+    64: [FEW._replace(programs=640)],
+    4096: [MANY._replace(programs=512)],
 }
 Pass = tuple[Tensor, Tensor, Mix, tuple[Tensor, ...]]
 
@@ -42,7 +41,7 @@ def inputs(rows: int, seed: int) -> Pass:
     return normal(rows, D).bfloat16(), normal(rows, 4, D).bfloat16(), mix, weights
 
 
-def call(cut: Cut | Literal["cuda"] | None) -> Callable[[Pass], tuple[Tensor, ...]]:
+def call(cut: Cut | None) -> Callable[[Pass], tuple[Tensor, ...]]:
     """Leave and enter, with the normed input and its FP8 form."""
 
     def run(item: Pass) -> tuple[Tensor, ...]:
@@ -67,7 +66,7 @@ def streams_case(rows: int) -> TimedCase:
     floor = floor_us(nbytes)
     calls = calls_for(floor) // 8 * 8
     items = [inputs(rows, seed) for seed in range(min(calls, copies_for(nbytes)))]
-    runs = {"kvist": call(None)} | {cut if isinstance(cut, str) else str(tuple(cut)): call(cut) for cut in CUTS[rows]}
+    runs = {"kvist": call(None)} | {str(tuple(cut)): call(cut) for cut in CUTS[rows]}
 
     def check() -> None:
         for name, run in runs.items():
