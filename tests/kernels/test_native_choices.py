@@ -13,7 +13,7 @@ import torch
 from kvist.kernels.experts import ResidentBank, experts
 from kvist.kernels.index_select import select
 from kvist.kernels.linear import linear
-from kvist.kernels.native import build
+from kvist.kernels.native import build, calls
 from kvist.kernels.quantise import quantise
 from kvist.kernels.sparse_attention import sparse_attention
 from kvist.testing import bit_equal, generator, rel_l2
@@ -209,15 +209,37 @@ def test_the_library_name_depends_on_sources_and_flags(monkeypatch):
     assert build.digest(compiler) != before
 
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 5000])
+@pytest.mark.parametrize("damage", [b"", b"\0" * 5000, "cut", "flipped"])
 def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog, damage):
+    """Also one that a lost machine cut off behind its head, whose loading would end the process."""
     monkeypatch.setenv("KVIST_NATIVE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # quick, and not the library in use
     path = tmp_path / f"kvist-{build.digest(build.find_compiler())}.so"
+    if isinstance(damage, str):
+        build.build(build.find_compiler(), path)
+        sound = path.read_bytes()
+        assert build.whole(path)
+        damage = sound[:1000] if damage == "cut" else sound[:5000] + bytes([sound[5000] ^ 1]) + sound[5001:]
     path.write_bytes(damage)
     assert build.library.__wrapped__() is not None
     assert "built again" in caplog.text
-    assert path.stat().st_size > 10_000
+    assert build.whole(path)
+
+
+@pytest.mark.parametrize(("said", "meant"), [("1", 1), (" 3 ", 3), ("100000", 64), ("99999999999999999999", 64)])
+def test_a_number_of_threads_from_the_environment(monkeypatch, said, meant):
+    monkeypatch.setenv("KVIST_THREADS", said)
+    assert calls.wanted_threads() == meant
+
+
+@pytest.mark.parametrize("said", ["abc", "-3", "1.5"])
+def test_what_is_no_number_of_threads_is_named(monkeypatch, said):
+    monkeypatch.setenv("KVIST_THREADS", said)
+    with pytest.raises(ValueError, match=f"KVIST_THREADS is '{said}'"):
+        calls.wanted_threads()
+    for none in ("", "0"):
+        monkeypatch.setenv("KVIST_THREADS", none)
+        assert calls.wanted_threads() >= 1
 
 
 @pytest.mark.parametrize("place", ["/proc/no-such-folder", "/sys"])

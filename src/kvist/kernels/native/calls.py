@@ -22,9 +22,19 @@ from kvist.kernels.native.build import library
 LOG = logging.getLogger("kvist.kernels")
 FORMATS = {"fp8": 0, "mxfp4": 1, "main_fp4": 2}
 
-_threads = int(os.environ.get("KVIST_THREADS", "0")) or (
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-)
+MOST_THREADS = 64
+
+
+def wanted_threads() -> int:
+    """What `KVIST_THREADS` says; without it or with 0 as many threads as this process has processors. Raises ValueError."""
+    wanted = os.environ.get("KVIST_THREADS", "").strip() or "0"
+    if not wanted.isdecimal():
+        raise ValueError(f"KVIST_THREADS is {wanted!r}; give a number of threads, or 0 for one a processor")
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(int(wanted) or there, MOST_THREADS)
+
+
+_threads = wanted_threads()
 _CODES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
     "kvist_quantise": "ppnnii",
