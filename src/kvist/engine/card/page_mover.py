@@ -21,7 +21,7 @@ PART_BYTES = 64 << 20
 """Bytes of a copy: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
 READ_BYTES = 8 << 20
 """Bytes that one thread reads at a time where pages come from a function."""
-READERS, PROVERS = 2, 4
+READERS, PROVERS = 3, 4
 """Threads that read (a disk likes few), and that prove what was read meanwhile."""
 
 Read = Callable[[int, int, memoryview], Callable[[], int]]
