@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvist.cache.paged_memory import PagedMemory
 from kvist.checkpoint import build_model, locate
+from kvist.config import replace
 from kvist.engine import session as session_module
 from kvist.engine.errors import RequestTooLong
 from kvist.engine.generate import Finished, GenerateParams, TextDelta, stream
@@ -116,3 +117,12 @@ def test_a_request_that_cannot_run_takes_no_memory(nano: Transformer, monkeypatc
     monkeypatch.setattr(Session, "alone", refuse)
     with pytest.raises(RequestTooLong, match="exceed the context"):
         next(stream(Session(nano), Tokenizer(locate("nano")), [5, 6], GenerateParams(max_tokens=10**12)))
+
+
+@compiled
+def test_a_context_beyond_any_memory_costs_nothing_until_it_is_asked_for() -> None:
+    model = random_model(replace(preset("tiny"), max_seq_len=2**40), Numerics(impl="cpu"), 3)
+    session = Session(model)
+    assert isinstance(session.alone(300).memory, PagedMemory)
+    with pytest.raises(RequestTooLong, match=r"pages for 1000000000000 tokens take [\d,]+ bytes"):
+        session.alone(10**12)

@@ -60,8 +60,8 @@ class PagedMemory:
     """Pages and rings for `slots` requests.
 
     `pages`: pages of the pool; `verify_rows`: the most rows of a request that one pass may compute and later take back;
-    `page_tokens`: tokens of a page (default: the plan's). ConfigError for a size that the ratios do not divide, ValueError
-    for numerics without quantisers (pages hold quantised bytes only).
+    `page_tokens`: tokens of a page (default: the plan's); `most_tokens`: of a request (default: the context). ConfigError for a
+    size that the ratios do not divide, ValueError for numerics without quantisers (pages hold quantised bytes only).
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PagedMemory:
         slots: int,
         verify_rows: int,
         page_tokens: int | None = None,
+        most_tokens: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not numerics.quantise:
@@ -83,7 +84,7 @@ class PagedMemory:
         self.config, self.numerics, self.plan = config, numerics, config.plan
         self.layout = PageLayout.of(config, page_tokens)
         self.slots, self.verify_rows, self.device = slots, verify_rows, torch.device(device)
-        self.rows = PageRows(self.layout, pages, slots, config.max_seq_len, self.device)
+        self.rows = PageRows(self.layout, pages, slots, most_tokens or config.max_seq_len, self.device)
         layers = len(self.plan.layers) + len(self.plan.drafts)
         self.native = takes_native(numerics, self.device)
         self.rings = WindowRings(layers, slots, self.plan.window, verify_rows, config.head_dim, numerics.dtype, self.device)

@@ -24,6 +24,7 @@ from kvist.model.dspark import Draft
 from kvist.model.memory import DenseMemory, RequestMemory, Shared
 from kvist.model.rows import Rows, consecutive_rows
 from kvist.model.transformer import Flow, Transformer
+from kvist.page_layout import PageLayout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -208,14 +209,20 @@ class Session:
     def alone(self, tokens: int) -> Session:
         """The same on a memory of its own for one request, slot 0, of at most `tokens` tokens; it goes with the session.
 
-        Pages, where native code runs whole layers over them, else the dense memory: the same bits.
+        Pages, where native code runs whole layers over them, else the dense memory: the same bits. RequestTooLong if the
+        system has no memory for them.
         """
         own, config, numerics = copy.copy(self), self.model.config, self.model.numerics
         if not (numerics.quantise and takes_native(numerics, self.device)):
             own.memory = DenseMemory(config, numerics)
             return own
         pages = -(-tokens // self.plan.page_tokens)
-        memory = PagedMemory(config, numerics, pages=pages, slots=1, verify_rows=1)
+        try:
+            memory = PagedMemory(config, numerics, pages=pages, slots=1, verify_rows=1, most_tokens=tokens)
+        except RuntimeError as error:
+            size = pages * PageLayout.of(config).page_bytes
+            message = f"pages for {tokens} tokens take {size:,} bytes, which the system does not give; ask for fewer new tokens"
+            raise RequestTooLong(message) from error
         memory.open(0, range(pages), 0)
         own.memory = memory
         return own
