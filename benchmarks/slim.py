@@ -41,8 +41,8 @@ ACCEPTANCE = 3.5
 FIRST = (
     ("decode", 1, 131072), ("decode", 16, 131072), ("decode", 64, 131072), ("decode", 1, 8192), ("decode", 1, 1048576),
     ("prefill", 1, 131072), ("restore", 1, 131072), ("replay", HITS, 131072), ("speculation", 1, 131072),
-    ("speculation", 16, 131072), ("speculation", 64, 131072), ("prefill", 1, 1048576), ("verify", 1, 131072),
-    ("verify", 16, 131072),
+    ("speculation", 16, 131072), ("speculation", 64, 131072), ("speculation", 4, 131072), ("prefill", 1, 1048576),
+    ("verify", 1, 131072), ("verify", 16, 131072), ("verify", 64, 131072), ("verify", 4, 131072),
 )  # fmt: skip
 """What `--all` measures first, should the time end."""
 
