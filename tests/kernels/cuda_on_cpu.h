@@ -38,7 +38,7 @@ static float2 make_float2(float a, float b) { return {a, b}; }
 static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 // Fibers. ---------------------------------------------------------------------------------------------------------------------
-static const int MOST_THREADS = 1024, MOST_BLOCKS = 8;  // blocks: of a cluster, which run side by side
+static const int MOST_THREADS = 1024, MOST_BLOCKS = 10;  // blocks: of a cluster, which run side by side
 static const size_t STACK_BYTES = 96 << 10;
 static Place threadIdx, blockIdx, gridDim;
 static int threads_of_block, blocks_of_cluster, fiber;
@@ -176,6 +176,7 @@ template <class To, class From> To same_bits(From x) {
 }
 static float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 static float __int_as_float(int x) { return same_bits<float>(x); }
+static int __float_as_int(float x) { return same_bits<int>(x); }
 static unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
@@ -184,6 +185,7 @@ static unsigned atomicAdd(unsigned* p, unsigned by) {
   *p += by;
   return old;
 }
+static void atomicMax(int* p, int x) { *p = max(*p, x); }
 static void atomicMin(unsigned* p, unsigned x) { *p = min(*p, x); }
 static void atomicMax(unsigned* p, unsigned x) { *p = max(*p, x); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
@@ -251,12 +253,16 @@ static float by_columns(wide_word d, int n, int k) {
 static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low, unsigned b_low, int keep, bool columns) {
   wide_word a = a_low | HIGH_WORD, b = b_low | HIGH_WORD;
   int row = (threadIdx.x >> 5 & 3) * 16 + lane_here() / 4, own = lane_here() & 3;
+  if (fragments) {
+    memcpy(block->lane_fragments[threadIdx.x], fragments, 16);
+    __syncwarp();
+  }
   for (int h = 0; h < 2; h++) {
     float left[16];
     for (int k = 0; k < 16 && !fragments; k++) left[k] = by_rows(a, row + 8 * h, k);
     for (int q = 0; q < 4 && fragments; q++)
       for (int half = 0; half < 2; half++) {
-        unsigned pair = from_lane(fragments[2 * half + h], (lane_here() & ~3) | q);
+        unsigned pair = block->lane_fragments[(threadIdx.x & ~3) | q][2 * half + h];
         left[8 * half + 2 * q] = of_bfloat(pair & 0xFFFF), left[8 * half + 2 * q + 1] = of_bfloat(pair >> 16);
       }
     for (int j = 0; j < N / 8; j++)
@@ -267,6 +273,7 @@ static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low,
         d[4 * j + 2 * h + e] = sum;
       }
   }
+  if (fragments) __syncwarp();
 }
 // The same of FP8 numbers (E5M2, the upper bytes of half precision): 32 of k, 4 in a word.
 static float of_e5m2(unsigned code) {

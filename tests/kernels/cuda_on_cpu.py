@@ -32,6 +32,7 @@ MEANING = {
     "fp4_factor": "float f = of_e4m3(e4m3) * ldexpf(1, 117); return two_bfloats(f, f);",
     "fp4_factors": "float a = of_e4m3(scales & 255) * ldexpf(1, 117), b = of_e4m3(scales >> 8) * ldexpf(1, 117); "
     "return {two_bfloats(a, a), two_bfloats(b, b)};",
+    "factor_pair": "return two_bfloats(of_e4m3(scales & 255) * ldexpf(1, 117), of_e4m3(scales >> 8 & 255) * ldexpf(1, 117));",
     "copy_word": "*to = *(const u32*)from;",
     "copy_unit": "real ? memcpy(to, from, 16) : memset(to, 0, 16);",
     "fetch_unit": "memcpy(to, from, 16);",
@@ -62,6 +63,10 @@ MEANING = {
     "values_128": "multiply(d, 128, nullptr, a, b, 1, true);",
     "values_64": "multiply(d, 64, nullptr, a, b, 1, true);",
     "values_32": "multiply(d, 32, nullptr, a, b, 1, true);",
+    "place_in_cluster": "return blockIdx.x % blocks_of_cluster;",
+    "number_of_cluster": "return blockIdx.x / blocks_of_cluster;",
+    "product_64_rows": "multiply(d, 64, a, 0, b, 1, false);",
+    "product_64_columns": "multiply(d, 64, a, 0, b, 1, true);",
     "tell": "*p = x;",
     "count_up": "return (*p)++;",
     "larger_halves": "return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);",

@@ -27,6 +27,7 @@ FEW = tuple(name for name, _ in select_kernels._FEW_KERNELS)
 ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
 THREADS = {
     **dict.fromkeys(ATTEND, 512),
+    "attend_one": attend_kernels._FEW_THREADS,
     "scan": 128,
     "sift": 256,
     "choose": 512,
@@ -47,6 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
         attend_kernels._SOURCES: ATTEND,
+        attend_kernels._FEW_SOURCES: ("attend_one",),
         select_kernels._FEW_SOURCES: FEW,
         select_kernels._MANY_SOURCES: ("scan_many", "choose"),
         select_kernels._FP8_SOURCES: ("scan_many_fp8",),
@@ -99,6 +101,8 @@ class Memory:
     ("heads", "cut", "rotated"),
     [
         (7, None, True),
+        (7, "few", True),
+        (66, "few", False),
         (66, (1, 1), False),
         (66, (3, 1), True),
         (5, (1, 2), True),
@@ -107,9 +111,12 @@ class Memory:
         (33, (1, 8), True),
     ],
 )
-def test_attention_equals_its_definition(heads: int, cut: tuple[int, int] | None, rotated: bool) -> None:
+def test_attention_equals_its_definition(
+    heads: int, cut: tuple[int, int] | str | None, rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Places without a row, a short window, no key at all, more heads than a tile has."""
     torch.manual_seed(5)
+    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", 100 if cut == "few" else 0)
     window, position, queries = 100, 205, 4
     memory = Memory(240, 8, window, position)
     slots = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
@@ -122,7 +129,7 @@ def test_attention_equals_its_definition(heads: int, cut: tuple[int, int] | None
     table = (angle.cos(), angle.sin())
     got = attend_kernels.attend_hopper(
         q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages,
-        topk.to(DEVICE), sink.to(DEVICE), window=window, cut=cut,
+        topk.to(DEVICE), sink.to(DEVICE), window=window, cut=cut if isinstance(cut, tuple) else None,
         rope=(table[0].to(DEVICE), table[1].to(DEVICE)) if rotated else None,
     ).cpu()  # fmt: skip
     assert torch.equal(got[3], torch.zeros_like(got[3]))
@@ -134,8 +141,10 @@ def test_attention_equals_its_definition(heads: int, cut: tuple[int, int] | None
         assert relative(got[one], rotate_ref(want, place, back=True) if rotated else want) < 6e-3
 
 
-def test_attention_of_pages_alone_and_of_a_window_alone() -> None:
+@pytest.mark.parametrize("few", [0, 1])
+def test_attention_of_pages_alone_and_of_a_window_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
+    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", few)
     memory = Memory(64, 16, 64, 130)
     slots, span = torch.tensor([1], dtype=torch.int32), torch.tensor([[66, 130]])
     q, sink, topk = torch.randn(1, 9, 512).bfloat16(), torch.randn(9), torch.arange(64).unsqueeze(0)
@@ -146,6 +155,33 @@ def test_attention_of_pages_alone_and_of_a_window_alone() -> None:
     assert relative(alone, want) < 6e-3
     near = attend_kernels.attend_hopper(*there, span.to(DEVICE), at, None, None, sinks, window=64).cpu()
     assert relative(near, sparse_attention(q, memory.entries[1], span, None, None, sink, window=64, impl="wide")) < 6e-3
+
+
+def test_few_queries_with_large_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads whose totals leave the numbers' range without their maxima are done again; the others' bits stay as they are."""
+    torch.manual_seed(5)
+    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", 100)
+    memory = Memory(240, 8, 100, 205)
+    slots = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
+    span = torch.tensor([[105, 205], [105, 205], [202, 205], [205, 205], [105, 205]])
+    topk = torch.stack([torch.randperm(240)[:200].sort().values for _ in range(5)])
+    topk[1, 50:], topk[3] = -1, -1
+    sink, plain = torch.randn(9), torch.randn(5, 9, 512).bfloat16()
+    large = plain.clone()
+    large[1:, 2:5] *= 40
+
+    def attend(q: Tensor) -> Tensor:
+        there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages)
+        return attend_kernels.attend_hopper(*there, topk.to(DEVICE), sink.to(DEVICE), window=100).cpu()
+
+    got, other = attend(large), attend(plain)
+    for i in (0, 1, 2, 4):
+        one, s = slice(i, i + 1), int(slots[i])
+        arguments = (large[one], memory.entries[s], span[one], memory.rows[s], topk[one], sink)
+        assert relative(got[one], sparse_attention(*arguments, window=100, impl="wide")) < 6e-3
+    assert torch.equal(got[3], torch.zeros_like(got[3]))
+    small_heads = [h for h in range(9) if not 2 <= h < 5]
+    assert torch.equal(got[:, small_heads], other[:, small_heads])
 
 
 def small(*shape: int) -> Tensor:

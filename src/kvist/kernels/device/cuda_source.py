@@ -21,9 +21,12 @@ from kvist.kernels.device.require import GpuUnavailable
 from kvist.kernels.native.build import cache_folder
 
 _SHARED_BYTES_ATTRIBUTE = 8
+_LARGE_CLUSTERS_ATTRIBUTE = 14
 _OVERLAP_ATTRIBUTE = 6
 _TOGETHER_ATTRIBUTE = 2
 _CLUSTER_ATTRIBUTE = 4
+PORTABLE_CLUSTER = 8
+"""Blocks of a cluster on any card; Hopper takes 16 of a kernel that asks for it."""
 
 
 class _Attribute(ctypes.Structure):
@@ -133,6 +136,8 @@ class Kernel:
         `together`: all blocks run side by side, so that they may wait for each other. `cluster`: so many consecutive blocks do
         and see each other's shared memory. `shared_bytes`: less dynamic shared memory than the kernel was made for.
         """
+        if cluster > PORTABLE_CLUSTER:
+            _checked(_driver().cuFuncSetAttribute(self._function, _LARGE_CLUSTERS_ATTRIBUTE, 1), "large clusters of a kernel")
         chosen: list[tuple[int, tuple[int, ...]]] = []
         chosen += [(_OVERLAP_ATTRIBUTE, (1,))] * overlap
         chosen += [(_TOGETHER_ATTRIBUTE, (1,))] * together

@@ -1,7 +1,7 @@
-"""Joint attention at the released width on Hopper: when `attend.cu` can run, how a call is cut, and its launches.
+"""Joint attention at the released width on Hopper: when its kernels can run, which one does, how a call is cut, and launches.
 
-Shares of a query's keys are a cluster of blocks, parts of its output channels are blocks of their own. Must not know requests or
-layers. Shapes as in `gpu.py`.
+Shares of a query's keys are a cluster of blocks, parts of its output channels are blocks of their own: `attend.cu` takes any
+number of queries, `attend_one.cu` very few, a tile of keys a block. Must not know requests or layers. Shapes as in `gpu.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvist.kernels import device as device_kernels
 from kvist.kernels.device import interpreted
 from kvist.kernels.device.cuda_source import kernels
 from kvist.kernels.device.pages import DevicePages, multiprocessors
@@ -30,6 +31,13 @@ LOG2_E = 1.4426950408889634
 _SHARED_BYTES = 212992 + 2 * MOST_TILES * TILE * 8 + 2048 + 256 + 1024
 _KERNELS = tuple((f"attend_{parts}", _SHARED_BYTES) for parts in PARTS)
 _SOURCES = (Path(__file__).with_name("attend.cu"),)
+FEW_ITEMS = 1
+"""Queries (times tiles of heads) up to which `attend_one.cu` is the faster one."""
+FEW_PARTS, FEW_TILES, FEW_TURNED, FEW_POOL_BYTES = 4, 10, 32, 1 << 36
+"""What it is built for: parts of the channels, tiles of keys, rotated pairs (the last 64 channels), pages found by 32 bits."""
+_FEW_KERNELS = (("attend_one", 108560 + 1024),)
+_FEW_SOURCES = (Path(device_kernels.__file__).with_name("stream.cuh"), Path(__file__).with_name("attend_one.cu"))
+_FEW_THREADS = 256
 _POINTERS = (
     "q", "window", "window_scales", "pages", "out", "sink", "cosines", "sines", "spans", "slots", "table", "topk",
 )  # fmt: skip
@@ -47,6 +55,17 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int32) for name in _COUNTS),
         ("scale", ctypes.c_float),
     )
+
+
+class _FewCall(_Call):
+    _fields_ = (("shares", ctypes.c_void_p), ("totals", ctypes.c_void_p))
+
+
+def _few(scales_DRG: Tensor, pages: DevicePages | None, items: int, tiles: int, turned: int) -> bool:
+    """Whether `attend_one.cu` takes a call that `fits`, and is the faster one."""
+    aligned = not any(at % 4 for at in (scales_DRG.data_ptr(), scales_DRG.stride(0), scales_DRG.stride(1)))
+    near = pages is None or pages.bytes_PB.numel() < FEW_POOL_BYTES
+    return items <= FEW_ITEMS and tiles <= FEW_TILES and turned <= FEW_TURNED and near and aligned
 
 
 def fits(q_NHC: Tensor, codes_DRC: Tensor, pages: DevicePages | None, keys: int) -> bool:
@@ -94,7 +113,7 @@ def attend_hopper(
     rope: tuple[Tensor, Tensor] | None = None,
     cut: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See `gpu.attend_packed`; only where `fits`. `cut`: shares of the keys and parts of the channels."""
+    """See `gpu.attend_packed`; only where `fits`. `cut`: shares of the keys and parts of the channels, by `attend.cu`."""
     n, heads, _ = q_NHC.shape
     device = q_NHC.device
     q = q_NHC.contiguous()
@@ -104,7 +123,9 @@ def attend_hopper(
     programs = multiprocessors(device)
     items = n * -(-heads // 64)
     tiles = -(-window // TILE) + -(-k // TILE)
-    shares, parts = cut or cut_of(items, tiles, programs)
+    turned = 0 if rope is None else rope[0].shape[1]
+    few = cut is None and _few(scales_DRG, pages, items, tiles, turned)
+    shares, parts = (tiles, FEW_PARTS) if few else cut or cut_of(items, tiles, programs)
     cos, sin = (t.float().contiguous() for t in rope) if rope is not None else (sink_H, sink_H)
     sink, span, slots = sink_H.float().contiguous(), span_N2.to(torch.int64).contiguous(), slot_N.to(torch.int32).contiguous()
     table, source = (slots, q) if pages is None else (pages.table_ST, pages.bytes_PB)
@@ -113,12 +134,18 @@ def attend_hopper(
     of_pages = (0, 0, 0, 0)
     if pages is not None:
         of_pages = (table.shape[1], pages.main_codes, pages.main_scales, pages.rows.bit_length() - 1)
-    call = _Call(
+    fields = (
         *(t.data_ptr() for t in tensors), *strides, 0 if pages is None else pages.page_bytes, n, heads,
-        k, codes_DRC.shape[1], window, *of_pages, 0 if rope is None else cos.shape[1], shares, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,
+        k, codes_DRC.shape[1], window, *of_pages, turned, shares, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,
     )  # fmt: skip
     blocks = items * parts * shares
+    if few:
+        sums, totals = (torch.empty(n * shares * heads * size, device=device) for size in (CHANNELS, parts * 2))
+        kernel = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)["attend_one"]
+        whole = _FewCall(*fields, sums.data_ptr(), totals.data_ptr())
+        kernel.launch(whole, blocks, _FEW_THREADS, overlap=True, cluster=shares)
+        return out
     kernel = kernels(_SOURCES, _KERNELS, device.index or 0)[f"attend_{parts}"]
     # One share: blocks serve several queries each. Shares: a cluster for every query.
-    kernel.launch(call, min(blocks, programs) if shares == 1 else blocks, 512, overlap=True, cluster=shares)
+    kernel.launch(_Call(*fields), min(blocks, programs) if shares == 1 else blocks, 512, overlap=True, cluster=shares)
     return out
