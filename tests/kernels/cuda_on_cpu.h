@@ -187,7 +187,6 @@ static unsigned atomicAdd(unsigned* p, unsigned by) {
 }
 static void atomicMax(int* p, int x) { *p = max(*p, x); }
 static void atomicMin(unsigned* p, unsigned x) { *p = min(*p, x); }
-static void atomicMax(unsigned* p, unsigned x) { *p = max(*p, x); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
   unsigned char bytes[8];
   unsigned out = 0;
