@@ -89,44 +89,39 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// A product's sums, 16 at a time: where they stand in its text, and the numbers that stand there.
-#define PLACES_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define PLACES_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PLACES_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SUMS_0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-               "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define SUMS_1 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-               "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define SUMS_2 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-               "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define SUMS_3 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-               "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-// Eight more of them.
-#define SUMS_FROM(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define OPEN(...) __VA_ARGS__
-#define PRODUCT(N, PLACES, SUMS, FIRST, SECOND, THIRD, FOURTH, RIGHT)                                                               \
-  template <> struct Products<N> {                                                                                                  \
-    static __device__ __forceinline__ void add(float (&d)[N / 2], const u32 (&a)[4], u32 b) {                                       \
-      asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #RIGHT ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #N                     \
-                   "k16.f32.bf16.bf16 {" PLACES "}, {%" #FIRST ", %" #SECOND ", %" #THIRD ", %" #FOURTH "}, b, 1, 1, 1, 0;\n}\n"     \
-                   : OPEN SUMS                                                                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                                           \
-    }                                                                                                                               \
+// A product's sums, eight at a time: where they stand in its text, and the numbers that stand there.
+#define TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TEXT_16 TEXT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TEXT_24 TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TEXT_32 TEXT_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define TEXT_40 TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TEXT_48 TEXT_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define TEXT_56 TEXT_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS_8 EIGHT(0)
+#define SUMS_16 SUMS_8, EIGHT(8)
+#define SUMS_24 SUMS_16, EIGHT(16)
+#define SUMS_32 SUMS_24, EIGHT(24)
+#define SUMS_40 SUMS_32, EIGHT(32)
+#define SUMS_48 SUMS_40, EIGHT(40)
+#define SUMS_56 SUMS_48, EIGHT(48)
+#define PRODUCT(N, HALF, SECOND, THIRD, FOURTH, RIGHT)                                            \
+  template <> struct Products<N> {                                                                \
+    static __device__ __forceinline__ void add(float (&d)[N / 2], const u32 (&a)[4], u32 b) {     \
+      asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #RIGHT ", 0x40000040};\n"                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" TEXT_##HALF "}, " \
+                   "{%" #HALF ", %" #SECOND ", %" #THIRD ", %" #FOURTH "}, b, 1, 1, 1, 0;\n}\n"   \
+                   : SUMS_##HALF                                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                         \
+    }                                                                                             \
   };
-#define PLACES_TO_16 PLACES_0
-#define SUMS_TO_16 SUMS_0
-#define PLACES_TO_32 PLACES_TO_16 ", " PLACES_1
-#define SUMS_TO_32 SUMS_TO_16, SUMS_1
-#define PLACES_TO_48 PLACES_TO_32 ", " PLACES_2
-#define SUMS_TO_48 SUMS_TO_32, SUMS_2
 template <int N> struct Products;
-PRODUCT(32, PLACES_TO_16, (SUMS_TO_16), 16, 17, 18, 19, 20)
-PRODUCT(48, PLACES_TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23", (SUMS_TO_16, SUMS_FROM(16)), 24, 25, 26, 27, 28)
-PRODUCT(64, PLACES_TO_32, (SUMS_TO_32), 32, 33, 34, 35, 36)
-PRODUCT(80, PLACES_TO_32 ", %32, %33, %34, %35, %36, %37, %38, %39", (SUMS_TO_32, SUMS_FROM(32)), 40, 41, 42, 43, 44)
-PRODUCT(96, PLACES_TO_48, (SUMS_TO_48), 48, 49, 50, 51, 52)
-PRODUCT(112, PLACES_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55", (SUMS_TO_48, SUMS_FROM(48)), 56, 57, 58, 59, 60)
+PRODUCT(32, 16, 17, 18, 19, 20)
+PRODUCT(48, 24, 25, 26, 27, 28)
+PRODUCT(64, 32, 33, 34, 35, 36)
+PRODUCT(80, 40, 41, 42, 43, 44)
+PRODUCT(96, 48, 49, 50, 51, 52)
+PRODUCT(112, 56, 57, 58, 59, 60)
 // Left operand in registers, rows in shared memory: sums [64, N].
 template <int N> __device__ __forceinline__ void add_product(float (&d)[N / 2], const u32 (&a)[4], u32 b) {
   Products<N>::add(d, a, b);
@@ -182,7 +177,8 @@ struct StageRing {
 template <int N> using TileSums = float[2][N / 2];
 
 // Sums of both panels of a warpgroup for N rows. Codes are taken from shared memory a half panel ahead of their use.
-template <int N> __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing& ring, int group, int top, int low, int lane) {
+template <int N>
+__device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing& ring, int group, int top, int low, int lane) {
   u32 a[AHEAD][4][4], words[8], powers[2];
   int before = 0, t = lane & 3;
   wait(ring.full + 8 * ring.stage, ring.parity);
@@ -235,7 +231,8 @@ __device__ __forceinline__ float activated(float gate, float up, float limit, fl
 }
 
 // Activation, weight and FP8 of gate+up sums.
-template <int N> __device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
+template <int N>
+__device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
   int g = lane >> 2, t = lane & 3, odd = g & 1, thread = warp * 32 + lane;
   u32* peaks = (u32*)(room + OUT_BYTES);
   float2* factors = (float2*)(room + OUT_BYTES + PEAK_BYTES);
@@ -302,7 +299,8 @@ template <int N> __device__ __forceinline__ void leave_hidden(TileSums<N>& sums,
   }
 }
 
-template <int N> __device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
+template <int N>
+__device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
   int thread = warp * 32 + lane, outputs = c.panels * 64, row = thread >> 3, unit = thread & 7;
   u16* to = c.each + (item.block * PANELS + group * 2) * 64 + unit * 8;
   int choice[N / 16];
