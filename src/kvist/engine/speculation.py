@@ -5,9 +5,9 @@ the greedy choice over all requests' survival and the trials are our own.
 
 A step over n rows takes t(n) seconds, measured and interpolated. A draft survives with the product of its and its predecessors'
 confidences, each corrected by what was seen to be accepted. Verifying the k likeliest drafts of r requests yields r + sum of
-their survivals tokens for t(r + k) seconds; k grows while that quotient does. Whether to draft at all is not left to a model:
-the tokens a second of whole cycles (drafting and verifying) are compared with r / t(r), by batch size. Where they fall short,
-plain decode runs, and short trials follow now and then, since texts change.
+their survivals tokens for t(r + k) seconds; k grows while that quotient does, or would with what drafts do on average.
+Whether to draft at all is not left to a model: the tokens a second of whole cycles (drafting and verifying) are compared with
+r / t(r), by batch size. Where they fall short, plain decode runs, and short trials follow now and then, since texts change.
 
 The bound: what a trial has cost over plain decode of the same tokens is a debt, and the next trial waits until plain steps
 have paid it at a rate of `RISK`. So at each batch size all trials but the last cost at most that share of plain decode's time
