@@ -154,6 +154,10 @@ static unsigned __reduce_max_sync(unsigned mask, unsigned x) {
   for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(mask, x, by));
   return x;
 }
+static unsigned __reduce_add_sync(unsigned mask, unsigned x) {
+  for (int by = 16; by; by >>= 1) x += __shfl_xor_sync(mask, x, by);
+  return x;
+}
 static int __syncthreads_or(int yes) {
   int any = 0;
   block->lane_words[threadIdx.x] = yes != 0;

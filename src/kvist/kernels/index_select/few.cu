@@ -39,6 +39,7 @@ __device__ __forceinline__ u32 count_up(u32* p) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
+__device__ __forceinline__ void ask_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // A word that other blocks change, and how one changes it once what it stands for is written.
 __device__ __forceinline__ u32 word_of_others(const u32* p) {
   u32 x;
@@ -124,9 +125,9 @@ template <bool POOL, bool PUBLISH> struct Scan {
     int at = first + warp * 32, pages[STAGES - 1];
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) pages[i] = POOL || at + i * STEP >= end ? 0 : __ldg(table + ((u32)(at + i * STEP) >> c.page_shift));
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) {
-      if (at + i * STEP < end) copy(at + i * STEP, pages[i], s.ring[warp][i] + lane * 16);
+      if (at + i * STEP < end) copy(at + i * STEP, i ? pages[1] : pages[0], s.ring[warp][i] + lane * 16);
       copies_close();
     }
   }
@@ -304,9 +305,12 @@ struct Work {  // a block's share of a query's places (rows, or rows of its pool
   int n, first, end, sees, share;
   const int* table;
 
+  __device__ __forceinline__ static int share_of(const Call& c, int places) {
+    return by_shares(c, (u32)(places + STEP * c.shares - 1) / STEP) * STEP;
+  }
   __device__ __forceinline__ Work(const Call& c, int query, int number, int places, int visible, const int* pages)
-      : n(query), sees(visible), table(pages) {
-    share = by_shares(c, (u32)(places + STEP * c.shares - 1) / STEP) * STEP, first = number * share;
+      : n(query), sees(visible), share(share_of(c, places)), table(pages) {
+    first = number * share;
     end = min(first + share, places);
   }
   __device__ __forceinline__ void note(Shared& s) const {
@@ -359,9 +363,10 @@ struct Query {  // a thread's part of a query's heads: channels of unit thread %
   }
 };
 template <bool PUBLISH> __device__ __forceinline__ void clear_bins(Shared& s) {
-  for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
-    s.bins[i] = make_uint4(0, 0, 0, 0);
-    if (PUBLISH) s.behind[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < BINS / 4 / THREADS; i++) {
+    s.bins[threadIdx.x + i * THREADS] = make_uint4(0, 0, 0, 0);
+    if (PUBLISH) s.behind[threadIdx.x + i * THREADS] = make_uint4(0, 0, 0, 0);
   }
 }
 // Score a share. `IN_FP8`: with FP8 products; false if a key or the query did not fit these.
@@ -529,6 +534,11 @@ template <bool POOL, bool PUBLISH> __device__ __forceinline__ void select(const 
   // Launched early: what came before has written what is read here. The next kernel may come as this one's blocks end.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // The lines of the share's ids (32 in each) are on their way before it is known what the query sees.
+  if (POOL) {
+    int ids = Work::share_of(c, c.pool_blocks * BLOCK) / BLOCK, at = threadIdx.x * 32, id = number * ids + at;
+    if (at < ids && id < c.pool_blocks) ask_for(c.pool + (i64)n * c.pool_blocks + id);
+  }
   if (threadIdx.x < 2) s.before[threadIdx.x] = __ldcg(((Progress*)c.arrivals)[n].verdicts + threadIdx.x);
   const int* table = c.table + (i64)c.slots[n] * c.table_width;
   int sees = min((int)c.visible[n], c.limit);

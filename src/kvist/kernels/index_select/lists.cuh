@@ -36,7 +36,8 @@ __device__ __forceinline__ void write_list(uint4* entries, int number, int lists
     if (i < length && order_of(i) >= max(least, 1u)) hits |= 1u << k;
   }
   if (least == ~0u) hits = 0;
-  u32 all, higher = above<THREADS>(__popc(hits), room, &all), at = all - higher - __popc(hits);
+  Sums sums = above_short<THREADS>(__popc(hits), room);
+  u32 at = sums.all - sums.higher - __popc(hits);
   u32 last = (OWN << slots) - 1;
   auto put = [&](u32 at, u32 order, u32 place) {
     u64* to = (u64*)(entries + ((at & OWN - 1) >> 1) * THREADS + (number << slots) + at / OWN) + (at & 1);
@@ -49,19 +50,19 @@ __device__ __forceinline__ void write_list(uint4* entries, int number, int lists
   }
   // Nothing behind them; the last entry is the bound.
 #pragma unroll 1
-  for (u32 i = all + t; i <= last; i += THREADS) put(i, i == last ? least : 0, 0);
+  for (u32 i = sums.all + t; i <= last; i += THREADS) put(i, i == last ? least : 0, 0);
 }
 
 // The lowest order of a bin from which on at most `most` scores were counted: 0 if that is all of them, ~0 if no bin is. All threads.
 template <int THREADS> __device__ __forceinline__ u32 bound_of(const u32* mine, u32 most, u32* room, u32* cut) {
-  u32 sum = 0, all;
+  u32 sum = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     uint4 v = ((const uint4*)mine)[threadIdx.x * 4 + i];
     sum += v.x + v.y + v.z + v.w;
   }
   if (threadIdx.x == 0) cut[0] = 0;
-  u32 higher = above<THREADS>(sum, room, &all);
+  u32 higher = above_short<THREADS>(sum, room).higher;
   if (higher <= most && higher + sum > most) {
     u32 bin = threadIdx.x * 16 + 16;
 #pragma unroll 1
@@ -82,7 +83,8 @@ struct Picking {  // from what, to where (a line of the output)
 // Write what is `chosen` (a bit of each of the thread's entries): lists and their entries are in the order of ids. All threads.
 template <int THREADS> __device__ __forceinline__ void write_chosen(const Picking& x, const uint4* held, u32* room, u32 chosen) {
   int t = threadIdx.x, first = (t >> slots_of<THREADS>(x.lists)) * x.share;
-  u32 total, higher = above<THREADS>(__popc(chosen), room, &total), to = total - higher - __popc(chosen);
+  Sums sums = above_short<THREADS>(__popc(chosen), room);
+  u32 to = sums.all - sums.higher - __popc(chosen);
 #pragma unroll 1
   for (; chosen; chosen &= chosen - 1, to++) {
     int i = __popc((chosen & -chosen) - 1);
@@ -90,7 +92,7 @@ template <int THREADS> __device__ __forceinline__ void write_chosen(const Pickin
     x.out[to] = x.pool ? x.pool[place >> 3] * BLOCK + (place & 7) : place;
   }
 #pragma unroll 1
-  for (u32 i = total + t; i < x.wanted; i += THREADS) x.out[i] = -1;
+  for (u32 i = sums.all + t; i < x.wanted; i += THREADS) x.out[i] = -1;
 }
 // Pick from the lists. DONE if the K best are in them: `done` is then told at once, and they are written out; else 1 + a bin that the K
 // best reach. All threads; `bins` holds FINE words, `some` 3 * THREADS, `held` THREADS * OWN / 2.
@@ -143,7 +145,9 @@ __device__ __forceinline__ u32 pick(const Picking& x, u32* bins, u32* some, uint
       uint4 v = ((const uint4*)bins)[t * (FINE / THREADS / 4) + i];
       sum += v.x + v.y + v.z + v.w;
     }
-    u32 higher = above<THREADS>(sum, room, &total);
+    Sums sums = above_short<THREADS>(sum, room);
+    u32 higher = sums.higher;
+    total = sums.all;
     if (higher < x.wanted && higher + sum >= x.wanted) {
       u32 b = t * (FINE / THREADS) + FINE / THREADS, here;
 #pragma unroll 1
