@@ -66,4 +66,14 @@ def test_a_built_source_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert cuda_source.built("other", "some.cu", "sm_90a") == b"other"
     cuda_source.built("text", "some.cu", "sm_100a")
     assert len(built) == 3
-    assert len(list(tmp_path.glob("some-*.cubin"))) == 3
+    kept = list(tmp_path.glob("some-*.cubin"))
+    assert len(kept) == 3
+    # Files that a lost machine cut off, or that rotted, are built again.
+    kept[0].write_bytes(kept[0].read_bytes()[:-1])
+    kept[1].write_bytes(b"rot" + kept[1].read_bytes()[3:])
+    kept[2].write_bytes(b"")
+    for _ in range(2):
+        assert cuda_source.built("text", "some.cu", "sm_90a") == b"text"
+        assert cuda_source.built("other", "some.cu", "sm_90a") == b"other"
+        assert cuda_source.built("text", "some.cu", "sm_100a") == b"text"
+    assert len(built) == 6

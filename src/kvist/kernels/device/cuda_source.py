@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvist.kernels.device.require import GpuUnavailable
-from kvist.kernels.native.build import cache_folder
+from kvist.kernels.native.build import SEAL_BYTES, cache_folder, seal, whole
 
 _SHARED_BYTES_ATTRIBUTE = 8
 _LARGE_CLUSTERS_ATTRIBUTE = 14
@@ -105,16 +105,17 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
 
 
 def built(source: str, name: str, architecture: str) -> bytes:
-    """`compile_source`, from the user's cache folder where it lies there already."""
+    """`compile_source`, from the user's cache folder where it lies there already, as it was written."""
     key = "\0".join((source, architecture, torch.version.cuda or "", torch.__version__))
     file = f"{Path(name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     path = cache_folder(file) / file
-    if path.exists():
-        return path.read_bytes()
+    if path.exists() and whole(path):
+        return path.read_bytes()[:-SEAL_BYTES]
     binary = compile_source(source, name, architecture)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
-        whole.write(binary)
-    os.replace(whole.name, path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as written:
+        written.write(binary)
+    seal(Path(written.name))
+    os.replace(written.name, path)
     return binary
 
 

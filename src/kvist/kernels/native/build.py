@@ -22,6 +22,7 @@ from pathlib import Path
 LOG = logging.getLogger("kvist.kernels")
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
+SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class NativeBuildError(RuntimeError):
@@ -123,8 +124,7 @@ def seal(path: Path) -> None:
 def whole(path: Path) -> bool:
     """Whether a sealed file is as it was sealed. Loading a library that a lost machine cut off would end the process (SIGBUS)."""
     content = path.read_bytes()
-    size = hashlib.sha256().digest_size
-    return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
+    return len(content) > SEAL_BYTES and hashlib.sha256(content[:-SEAL_BYTES]).digest() == content[-SEAL_BYTES:]
 
 
 def _compile_and_link(command: list[str], scratch: Path, target: Path) -> str:
