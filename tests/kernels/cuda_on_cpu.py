@@ -74,6 +74,12 @@ MEANING = {
     "product_fp8": "multiply_fp8(d, 128, a, b, keep);",
 }
 """Bodies of the functions that hold assembly."""
+LEFT_OUT = (
+    '""', '"wgmma.fence.', '"wgmma.commit_group.', '"wgmma.wait_group.', '"fence.', '"cp.async.commit_group', '"cp.async.wait_',
+    '"cp.async.bulk.commit_group', '"cp.async.bulk.wait_group', '"prefetch.', '"griddepcontrol.', '"setmaxnreg.',
+    '"{\\n.reg .b64 b;\\nmov.b64 b, {%" #RIGHT',
+)  # fmt: skip
+"""How assembly begins that changes no value here: order, hints, registers; and the products that only `add_product` calls."""
 
 
 def _closing(text: str, start: int, pair: str) -> int:
@@ -89,14 +95,17 @@ def _closing(text: str, start: int, pair: str) -> int:
 
 
 def translated(source: str) -> str:
-    """The source with known functions' bodies replaced and other assembly (fences, hints, registers) left out."""
+    """The source with known functions' bodies replaced and assembly without values left out. Raises ValueError on any other."""
     for name, body in MEANING.items():
         found = re.search(rf"__device__ __forceinline__ [\w ]+\b{name}\(", source)
         if found:
             start = source.index("{", _closing(source, found.end(), "()")) + 1
             source = source[:start] + body + source[_closing(source, start, "{}") - 1 :]
     while found := re.search(r"\basm\s*(volatile)?\s*\(", source):
-        source = source[: found.start()] + "(void)0" + source[_closing(source, found.end(), "()") :]
+        end = _closing(source, found.end(), "()")
+        if not source.startswith(LEFT_OUT, found.end()):
+            raise ValueError(f"no meaning for {source[found.start() : end]}; name the function that holds it in MEANING")
+        source = source[: found.start()] + "(void)0" + source[end:]
     source = source.replace("extern __shared__ u8 raw[];", "u8* raw = shared_memory;")
     source = source.replace("extern __shared__ uint2 held[];", "uint2* held = (uint2*)(shared_memory + 65536);")
     source = source.replace("__shared__ __align__(1024) u8 queries[8192];", "u8* queries = shared_memory;")

@@ -77,3 +77,13 @@ def test_a_built_source_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert cuda_source.built("other", "some.cu", "sm_90a") == b"other"
         assert cuda_source.built("text", "some.cu", "sm_100a") == b"text"
     assert len(built) == 6
+
+
+def test_assembly_without_a_meaning_is_refused_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than left out, which once made products of one type do nothing without a word."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from cuda_on_cpu import translated
+
+    assert translated('void f() { asm volatile("fence.proxy.async;"); }') == "void f() { (void)0; }"
+    with pytest.raises(ValueError, match=r"no meaning for asm\(\"mul.rn.f32 .*name the function"):
+        translated('void f(float& x) { asm("mul.rn.f32 %0, %0, %0;" : "+f"(x)); }')
