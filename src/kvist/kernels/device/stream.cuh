@@ -51,6 +51,13 @@ __device__ __forceinline__ void publish(u32* p, u32 by) {
   asm volatile("red.release.gpu.add.u32 [%0], %1;" ::"l"(p), "r"(by) : "memory");
 }
 
+// Products of a warpgroup: what they read is written, they are on their way, all but LEFT of them are done.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
 // Numbers.
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -106,6 +113,17 @@ __device__ __forceinline__ float fake_fp8(float x, float scale) {
   u32 code;
   float value = e4m3_value(fabsf(x) * power_reciprocal(scale), code);
   return (x < 0.f ? -value : value) * scale;
+}
+
+// The two E4M3 values nearest (at most 448 in size), ties to even, as numbers.
+__device__ __forceinline__ float2 nearest_fp8(float first, float second) {
+  unsigned short codes;
+  u32 halves;
+  float2 out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(out.x), "=f"(out.y) : "r"(halves));
+  return out;
 }
 
 // Weights' codes to bfloat16 pairs. Bits of FP4 read as value * 2^-126, of FP8 as value * 2^-120.

@@ -68,21 +68,6 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
 }
 // A block's rows of 128 bytes lie swizzled, eight of them in 1,024 bytes.
 __device__ __forceinline__ u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4; }
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-// The two E4M3 values nearest (at most 448 in size), ties to even, as numbers.
-__device__ __forceinline__ float2 nearest_fp8(float first, float second) {
-  unsigned short codes;
-  u32 halves;
-  float2 out;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(out.x), "=f"(out.y) : "r"(halves));
-  return out;
-}
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

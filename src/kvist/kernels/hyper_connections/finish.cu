@@ -24,17 +24,6 @@ struct Call {
   float norm_eps, hc_eps;
 };
 
-// The nearest two of FP8's values, as numbers.
-__device__ __forceinline__ float2 nearest_fp8(float first, float second) {
-  unsigned short codes;
-  u32 halves;
-  float2 out;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(out.x), "=f"(out.y) : "r"(halves));
-  return out;
-}
-
 __device__ __forceinline__ void make_coefficients(const Call& c, float* room, int block, int warp, int lane) {
   int row = c.spread ? block : block * WARPS + warp, first = c.spread ? warp : 0, by = c.spread ? WARPS : 1;
   float total = 0.f;

@@ -1,4 +1,5 @@
-// Joint attention of 64 heads x 512 channels over FP8 window rows and FP4 rows in pages, for Hopper (sm_90a).
+// Joint attention of 64 heads x 512 channels over FP8 window rows and FP4 rows in pages, for Hopper (sm_90a); after
+// `stream.cuh` and `rows.cuh`.
 //
 // A block owns one query, up to 64 of its heads, a share of its tiles of 64 keys and a part of the output channels. Eight warps expand
 // packed rows to bfloat16 tiles in shared memory, eight keys each; two warpgroups multiply: the first scores even tiles, the second odd
@@ -6,49 +7,16 @@
 // memory. Every eight channels lie in the order 0 4 1 5 2 6 3 7, in which the nibbles of a word come apart. Values are kept times
 // 2^-9, so that a code and its scale need one product. Knows no requests and no layers.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-static const int TILE = 64;             // keys
-static const int CHANNELS = 512;
-static const int CHUNK = TILE * 128;    // bytes of 64 channels of a tile: rows of 128 bytes, swizzled
 static const int MOST_TILES = 10;       // a share
 static const int PRODUCERS = 256;       // threads that expand rows
 static const int Q_AT = 0, K_AT = 65536, P_AT = 196608, ROWS_AT = 212992;
 static const int STATS_AT = ROWS_AT + 2 * MOST_TILES * TILE * 8;
 static const int BARRIERS_AT = STATS_AT + 2048;
 static const int VALID_AT = BARRIERS_AT + 128;  // which keys of a half tile exist
-static const float LOG2_E = 1.4426950408889634f;
-static const float NONE = -1e30f;
 static const float SLACK = 8.f;         // how far (powers of 2) a score may exceed the peak before sums are scaled again
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Barriers in shared memory.
-__device__ __forceinline__ void barrier_init(u32 at, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count));
-}
-__device__ __forceinline__ void arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void wait(u32 at, int parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}\n" ::"r"(at),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void group_barrier(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-
-// Clusters: a barrier of all threads of all blocks (`announce`: without publishing what was written); other blocks' shared memory.
+// Clusters: the first half of their barrier without publishing what was written; other blocks' shared memory.
 __device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ u32 address_in(u32 at, int block) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
@@ -66,14 +34,7 @@ __device__ __forceinline__ float2 read_pair_from(u32 at) {
 }
 
 // Matrix products: A and B are tiles in shared memory, swizzled by 128 bytes.
-// A descriptor's low word; its high word is HIGH (rows of 128 bytes, groups of 8 rows 1,024 bytes apart).
 __device__ __forceinline__ u32 descriptor(u32 at, int leading) { return ((at & 0x3FFFF) >> 4) | ((u32)(leading >> 4) << 16); }
-#define HIGH "0x40000040"
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
 
 // Heads x keys, 16 channels a step: both sides contiguous in channels.
 __device__ __forceinline__ void product_scores(float (&d)[32], u32 a, u32 b, int keep) {
@@ -136,30 +97,6 @@ __device__ __forceinline__ void product_values(float (&d)[64], u32 a, u32 b) { v
 __device__ __forceinline__ void product_values(float (&d)[32], u32 a, u32 b) { values_64(d, a, b); }
 __device__ __forceinline__ void product_values(float (&d)[16], u32 a, u32 b) { values_32(d, a, b); }
 
-__device__ __forceinline__ float power2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ float low_of(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float high_of(u32 x) { return __uint_as_float(x & 0xFFFF0000u); }
-
-// Rotate a pair of bfloat16 channels, rounding as the definition does.
-__device__ __forceinline__ u32 turned_pair(u32 x, float c, float s) {
-  float a = low_of(x), b = high_of(x);
-  return bfloat_pair(a * c - b * s, a * s + b * c);
-}
-
 // Eight channels as bfloat16: from their own order to that of tiles, and back.
 __device__ __forceinline__ uint4 tile_order(uint4 v) {
   return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
@@ -170,13 +107,6 @@ __device__ __forceinline__ uint4 own_order(uint4 v) {
                     __byte_perm(v.z, v.w, 0x7632));
 }
 
-// Eight E2M1 codes in the order of tiles; `factor` the scale times 2^117.
-__device__ __forceinline__ uint4 expand_fp4(u32 w, u32 factor) {
-  u32 z = w >> 8;
-  // A nibble of each half word: its sign to bit 15, its magnitude to bits 6 to 8, where it reads as code * 2^-126.
-  return make_uint4(times(((w & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor), times(((w & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor),
-                    times(((z & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor), times(((z & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor));
-}
 // Two E4M3 scales as factors of `expand_fp4`.
 __device__ __forceinline__ uint2 fp4_factors(u32 scales) {
   u32 halves;
@@ -191,10 +121,6 @@ __device__ __forceinline__ uint2 fp4_factors(u32 scales) {
 }
 
 // Eight E4M3 codes in the order of tiles.
-__device__ __forceinline__ u32 expand_fp8_pair(u32 t, u32 factor) {
-  u32 v = (t & 0x80008000u) | ((t >> 4) & 0x07F007F0u);
-  return times(times(v, 0x77007700u), factor);  // the bits read as code * 2^-120; 2^111 leaves 2^-9
-}
 __device__ __forceinline__ uint4 expand_fp8(u32 low, u32 high, u32 factor) {
   return make_uint4(expand_fp8_pair(__byte_perm(low, high, 0x4000), factor), expand_fp8_pair(__byte_perm(low, high, 0x5010), factor),
                     expand_fp8_pair(__byte_perm(low, high, 0x6020), factor), expand_fp8_pair(__byte_perm(low, high, 0x7030), factor));
@@ -242,27 +168,6 @@ struct Barriers {
   __device__ u32 ready(int b) { return base + 64 + 8 * b; }
   __device__ u32 queries() { return base + 80; }
   __device__ u32 queries_free() { return base + 88; }
-};
-
-// How the pairs of a unit of eight channels are rotated, if any is; `back`: -1 for outputs.
-struct Turn {
-  bool any;
-  float cosine[4], sine[4];
-
-  __device__ __forceinline__ Turn(const Call& c, int n, int unit, float back) {
-    any = unit * 8 + 8 > CHANNELS - 2 * c.turned;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int place = unit * 4 + j - (CHANNELS / 2 - c.turned);
-      cosine[j] = 1.f, sine[j] = 0.f;
-      if (place >= 0) cosine[j] = c.cosines[(i64)n * c.turned + place], sine[j] = back * c.sines[(i64)n * c.turned + place];
-    }
-  }
-  __device__ __forceinline__ uint4 of(uint4 v) const {
-    if (!any) return v;
-    return make_uint4(turned_pair(v.x, cosine[0], sine[0]), turned_pair(v.y, cosine[1], sine[1]), turned_pair(v.z, cosine[2], sine[2]),
-                      turned_pair(v.w, cosine[3], sine[3]));
-  }
 };
 
 // Queries of an item into shared memory, rotated where a table is given, by 256 threads. A thread has one unit of 8 channels of every
@@ -435,7 +340,7 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
     const uint2* rows = p.rows(item);
     if (item > 0) {
       load_queries<true>(c, x, shared, threadIdx.x - 256, bars.queries_free(), (item - 1) & 1);
-      publish_writes();
+      barriers_ready();
       __syncwarp();
       if (lane == 0) arrive(bars.queries());
     }
@@ -460,7 +365,7 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
         if (lane == 0) valid[2 * b + half] = here;
       }
       // Loads come after the fence, which would wait for them.
-      publish_writes();
+      barriers_ready();
       __syncwarp();
       if (lane == 0) arrive(bars.full(b));
       if (tile + 1 < windows) p.load_fp8(unit, rows + TILE, 0, slot);
@@ -551,7 +456,7 @@ template <int PARTS> struct Consumer {
         shrinks(b)[row() + 8 * h] = shrink[h];
       }
     }
-    publish_writes();
+    barriers_ready();
     __syncwarp();
     if (lane == 0) arrive(bars.ready(b));
   }
@@ -723,7 +628,7 @@ template <int PARTS> __device__ __forceinline__ void consume(const Call& c, u8* 
   float s[32], shrink[2];
   // The first queries are fetched here, where nothing else is to be done; producers fetch the later ones.
   load_queries<false>(c, item_of<PARTS>(c, blockIdx.x), shared, threadIdx.x, 0, 0);
-  publish_writes();
+  barriers_ready();
   __syncwarp();
   if (w.lane == 0) arrive(bars.queries());
   for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {

@@ -1,37 +1,19 @@
 // Joint attention of few queries, 64 heads x 512 channels, over FP8 window rows and FP4 rows in pages, for Hopper (sm_90a); after
-// `stream.cuh`. A block has one query, up to 64 of its heads, one tile of 64 keys and a quarter of the output channels: all that it does it
+// `stream.cuh` and `rows.cuh`. A block has one query, up to 64 of its heads, one tile of 64 keys and a quarter of the output channels: all that it does it
 // does once, so code is short. Its two warpgroups expand rows straight into the left operands of products: keys x heads for half of the
 // channels each, then channels x heads, 64 channels each. Probabilities need no maximum, unless a head's total leaves 2^-60..2^60. The
 // tiles of a query are a cluster, which joins its sums. Values are kept times 2^-9, so that a code and its scale need one product.
 
-typedef unsigned long long u64;
-
-static const int TILE = 64;             // keys
-static const int CHANNELS = 512;
 static const int PARTS = 4, CHANNELS_HERE = CHANNELS / PARTS;
-static const int CHUNK = TILE * 128;    // bytes of 64 channels of queries: rows of 128 bytes, swizzled
 static const int MOST_SHARES = 10;
 static const int Q_AT = 0, P_AT = Q_AT, SCORES_AT = P_AT + CHUNK;  // probabilities, half of the scores: where queries were
 static const int CODES_AT = 65536, BY_KEY = 32768, BY_GROUP = BY_KEY + 4096;  // scales as factors by key, by group of 16 channels
 static const int ROWS_AT = CODES_AT + BY_GROUP + 4096, SUMS_AT = ROWS_AT + TILE * 8, PEAKS_AT = SUMS_AT + 4 * 64 * 4;
 static const int HIGHEST_AT = PEAKS_AT + 256, VALID_AT = HIGHEST_AT + 256, FLAGS_AT = VALID_AT + 8;  // flags: out of range
-static const float LOG2_E = 1.4426950408889634f;
-static const float NONE = -1e30f;
 static const float LEAST = 8.673617379884035e-19f, MOST = 1.152921504606847e18f;  // 2^-60, 2^60
 
-// A barrier of all threads of a cluster's blocks.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // Matrix products: the left side in registers, the right one a tile in shared memory, swizzled by 128 bytes.
-// A descriptor's low word; its high word is HIGH (rows of 128 bytes, groups of 8 rows 1,024 bytes apart).
 __device__ __forceinline__ u32 descriptor(u32 at) { return ((at & 0x3FFFF) >> 4) | (1u << 16); }
-#define HIGH "0x40000040"
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
 // 64 x 64 sums of 16 products; the right side contiguous in what is summed over, or in its columns.
 __device__ __forceinline__ void product_64_rows(float (&d)[32], const u32 (&a)[4], u32 b) {
   asm volatile(
@@ -60,20 +42,6 @@ __device__ __forceinline__ void product_64_columns(float (&d)[32], const u32 (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 
-// Rotate a pair of bfloat16 channels, rounding as the definition does.
-__device__ __forceinline__ u32 turned_pair(u32 x, float c, float s) {
-  float a = low_of(x), b = high_of(x);
-  return bfloat_pair(a * c - b * s, a * s + b * c);
-}
-
-// Eight E2M1 codes: those of nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7; `factors` the scales of the lower and upper four times 2^117.
-__device__ __forceinline__ uint4 expand_fp4(u32 w, u32 factors) {
-  // A nibble of each half word: its sign to bit 15, its magnitude to bits 6 to 8, where it reads as code * 2^-126.
-  const u32 kept = 0x81C081C0u;
-  u32 z = w >> 8;
-  return make_uint4(times(((w & 0x000F000Fu) * 0x1040u) & kept, factors), times(((w & 0x00F000F0u) * 0x0104u) & kept, factors),
-                    times(((z & 0x000F000Fu) * 0x1040u) & kept, factors), times(((z & 0x00F000F0u) * 0x0104u) & kept, factors));
-}
 // Two E4M3 scales as factors of `expand_fp4`.
 __device__ __forceinline__ u32 factor_pair(u32 scales) {
   u32 halves, d;
@@ -83,11 +51,6 @@ __device__ __forceinline__ u32 factor_pair(u32 scales) {
   low *= 1.6615349947311448e35f, high *= 1.6615349947311448e35f;  // 2^117
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
-}
-// Two E4M3 codes, in the upper byte of each half.
-__device__ __forceinline__ u32 expand_fp8_pair(u32 codes, u32 factors) {
-  u32 v = (codes & 0x80008000u) | ((codes >> 4) & 0x07F007F0u);
-  return times(times(v, 0x77007700u), factors);  // the bits read as code * 2^-120; 2^111 leaves 2^-9
 }
 __device__ __forceinline__ u32 fp8_factor(u32 e8m0) { return (e8m0 << 7) | ((e8m0 == 0 || e8m0 == 255) ? 0x40u : 0u); }
 
@@ -125,27 +88,6 @@ __device__ __forceinline__ Item item_of(const Call& c) {
   if (head_tiles > 1) x.head = x.n % head_tiles * 64, x.n /= head_tiles;
   return x;
 }
-
-// How the pairs of a unit of eight channels are rotated, if any is; `back`: -1 for outputs.
-struct Turn {
-  bool any;
-  float cosine[4], sine[4];
-
-  __device__ __forceinline__ Turn(const Call& c, int n, int unit, float back) {
-    any = unit * 8 + 8 > CHANNELS - 2 * c.turned;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int place = unit * 4 + j - (CHANNELS / 2 - c.turned);
-      cosine[j] = 1.f, sine[j] = 0.f;
-      if (place >= 0) cosine[j] = c.cosines[(i64)n * c.turned + place], sine[j] = back * c.sines[(i64)n * c.turned + place];
-    }
-  }
-  __device__ __forceinline__ uint4 of(uint4 v) const {
-    if (!any) return v;
-    return make_uint4(turned_pair(v.x, cosine[0], sine[0]), turned_pair(v.y, cosine[1], sine[1]), turned_pair(v.z, cosine[2], sine[2]),
-                      turned_pair(v.w, cosine[3], sine[3]));
-  }
-};
 
 // Queries of an item in shared memory, rotated where a table is given, in the order in which products take channels: quarter t of a
 // thread group of four holds channels 128 t to 128 t + 127 of keys, so that 16 bytes here are pairs (i, i + 4) of eight channels of all

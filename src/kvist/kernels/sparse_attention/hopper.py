@@ -30,13 +30,14 @@ PARTS = (1, 2, 4, 8)
 LOG2_E = 1.4426950408889634
 _SHARED_BYTES = 212992 + 2 * MOST_TILES * TILE * 8 + 2048 + 256 + 1024
 _KERNELS = tuple((f"attend_{parts}", _SHARED_BYTES) for parts in PARTS)
-_SOURCES = (Path(__file__).with_name("attend.cu"),)
+_SHARED = (Path(device_kernels.__file__).with_name("stream.cuh"), Path(__file__).with_name("rows.cuh"))
+_SOURCES = (*_SHARED, Path(__file__).with_name("attend.cu"))
 FEW_ITEMS = 1
 """Queries (times tiles of heads) up to which `attend_one.cu` is the faster one."""
 FEW_PARTS, FEW_TILES, FEW_TURNED, FEW_POOL_BYTES = 4, 10, 32, 1 << 36
 """What it is built for: parts of the channels, tiles of keys, rotated pairs (the last 64 channels), pages found by 32 bits."""
 _FEW_KERNELS = (("attend_one", 108560 + 1024),)
-_FEW_SOURCES = (Path(device_kernels.__file__).with_name("stream.cuh"), Path(__file__).with_name("attend_one.cu"))
+_FEW_SOURCES = (*_SHARED, Path(__file__).with_name("attend_one.cu"))
 _FEW_THREADS = 256
 _POINTERS = (
     "q", "window", "window_scales", "pages", "out", "sink", "cosines", "sines", "spans", "slots", "table", "topk",
