@@ -28,7 +28,8 @@ from kvist.cache.record import Page
 from kvist.cache.store import PageStore
 from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
-from kvist.engine.engine import DevicePages, Engine
+from kvist.engine.engine import Engine
+from kvist.engine.page_bytes import HostPages
 from kvist.engine.pages import Pages
 from kvist.engine.request import FinishedEvent, Job, Request
 from kvist.engine.scheduler import Opened, Scheduler
@@ -144,7 +145,7 @@ class Released:
             fingerprint=FINGERPRINT,
             numerics="bench",
             tiers=tiers,
-            content=DevicePages(self.memory),
+            content=HostPages(self.memory.bytes_PB),
         )
 
     def fill(self) -> None:

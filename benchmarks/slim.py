@@ -30,7 +30,8 @@ PARTS = ("decode", "verify", "speculation", "prefill", "replay", "restore")
 FEW_CONTEXTS = 8
 """Distinct contexts of a batch whose own ones would not fit; the requests share them, and the case says so."""
 HITS, SUFFIXES = 8, (16, 512, 1024)
-PLACES = ("from host memory", "to host memory", "from disk")
+THROUGH = "from host memory through the engine to the first token"
+PLACES = ("from host memory", "to host memory", "from disk", THROUGH)
 SPARE_BYTES = 4e9
 """Device memory left to libraries, graphs and what a step makes."""
 CHUNK = 16384

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection
 import torch
 
 from benchmarks.gpu_timing import BF16_FLOPS_PER_S, HBM_BYTES_PER_S
-from benchmarks.slim import Case, Measured, Wanted, prefill_flops
+from benchmarks.slim import THROUGH, Case, Measured, Wanted, prefill_flops
 from benchmarks.slim_cases import gate, measure, table_rows
+from benchmarks.slim_hits import measure_hit
 from benchmarks.slim_pages import measure_pages
 from benchmarks.slim_prefill import measure_prefill, measure_replay, prefill_gate
 from benchmarks.slim_speculation import measure_speculation, measure_verify
@@ -85,6 +86,9 @@ class Bench:
         return Measured(value=value, text=text, peers={"resumed with stored windows": stored})
 
     def _restore(self, case: Case) -> Measured:
+        if case.place == THROUGH:
+            value, peers, text = measure_hit(self.weights, case, self.said)
+            return Measured(value=value, text=text, peers=peers)
         value, floor, peers, text = measure_pages(self.weights, case, self.said)
         return Measured(value=value, floor=floor, text=text, peers=peers)
 

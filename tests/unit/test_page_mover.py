@@ -1,113 +1,186 @@
-"""Pages between host memory, a store and a card's pool: every byte where it belongs, order kept, what is missing said.
+"""Pages between host memory, a store, the tiers and a card's pool: every byte where it belongs, order kept, what is missing said.
 
 Runs on the GPU where there is one, else on the processor, where the same calls copy without streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvist.cache.page_rows import PageRows
-from kvist.cache.record import HEADER_BYTES, Page
+from kvist.cache import page_memory
+from kvist.cache.record import HEADER_BYTES, Buffer, Page
 from kvist.cache.store import PageStore
+from kvist.cache.tiers import Tiers
 from kvist.engine.card import page_mover
 from kvist.engine.card.page_mover import PageMover
+from kvist.engine.page_bytes import CardPages, HostPages, page_bytes
 from kvist.page_layout import PageLayout
 from kvist.presets import preset
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZE = PageLayout.of(preset("tiny"), 8).page_bytes
 COUNT = 11
 
 
-def made(pages: int = 32) -> PageRows:
-    return PageRows(PageLayout.of(preset("tiny"), 8), pages, 1, 64, DEVICE)
+def pool(pages: int = 32) -> torch.Tensor:
+    return torch.zeros(pages, SIZE, dtype=torch.uint8, device=DEVICE)
 
 
-def host_pages(rows: PageRows, seed: int = 0) -> torch.Tensor:
-    drawn = torch.randint(0, 256, (COUNT, rows.layout.page_bytes), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(torch.uint8).pin_memory() if DEVICE.type == "cuda" else drawn.to(torch.uint8)
+def host_pages(seed: int = 0) -> torch.Tensor:
+    drawn = torch.randint(0, 256, (COUNT, SIZE), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(torch.uint8)
+
+
+def payloads(host_PB: torch.Tensor) -> list[Buffer]:
+    return [row.numpy().tobytes() for row in host_PB]
 
 
 def places(seed: int = 1) -> list[int]:
     return torch.randperm(32, generator=torch.Generator().manual_seed(seed))[:COUNT].tolist()
 
 
+def keys() -> list[bytes]:
+    return [bytes([number]) * 16 for number in range(COUNT)]
+
+
+def open_store(folder: Path) -> PageStore:
+    return PageStore.open(folder, model=b"m" * 16, page_bytes=SIZE, page_tokens=8)
+
+
+@pytest.mark.parametrize("record", [(None, 0), (SIZE + 640, 128)])
 @pytest.mark.parametrize("part_pages", [1, 3, COUNT, 100])
-def test_restored_pages_lie_where_they_belong_and_come_back(part_pages: int) -> None:
-    rows = made()
-    mover, host, pages = PageMover(rows, part_bytes=part_pages * rows.layout.page_bytes), host_pages(rows), places()
-    mover.restore(host, pages)
-    assert torch.equal(rows.bytes_PB[pages].cpu(), host)
+@pytest.mark.parametrize("piece_pages", [2, 5, 100])
+def test_restored_pages_lie_where_they_belong_and_come_back(
+    record: tuple[int | None, int], part_pages: int, piece_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = record[0] or SIZE
+    monkeypatch.setattr(page_memory, "PIECE_BYTES", piece_pages * size)
+    monkeypatch.setattr(page_mover, "FIRST_BYTES", 2 * size)
+    there, host, pages = pool(), host_pages(), places()
+    mover = PageMover(there, record_bytes=record[0], page_at=record[1], part_bytes=part_pages * size)
+    assert mover.restore(payloads(host), pages) == COUNT
+    assert torch.equal(there[pages].cpu(), host)
     others = [page for page in range(32) if page not in pages]
-    assert not rows.bytes_PB[others].any()
-    back = torch.zeros_like(host)
-    mover.save(pages[::-1], back)
-    assert torch.equal(back, host.flip(0))
+    assert not there[others].any()
+    back = mover.save(pages[::-1])
+    assert [bytes(page) for page in back] == payloads(host)[::-1]
+    # What lies in places already leaves from there, in whatever order.
+    there.zero_()
+    mixed = [back[3], *payloads(host)[1:3], *back[8:5:-1]]
+    assert mover.restore(mixed, pages[:6]) == 6
+    assert [row.numpy().tobytes() for row in there[pages[:6]].cpu()] == [bytes(page) for page in mixed]
+    assert mover.nbytes == 2 * min(part_pages, 32) * size
 
 
-def test_from_a_store_up_to_the_first_missing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = made()
-    monkeypatch.setattr(page_mover, "READ_BYTES", 3 * rows.layout.page_bytes)
-    mover, host, pages = PageMover(rows), host_pages(rows), places()
-    keys = [bytes([number]) * 16 for number in range(COUNT)]
-    store = PageStore.open(tmp_path, model=b"m" * 16, page_bytes=rows.layout.page_bytes, page_tokens=8)
-    store.put([Page(key, row.numpy().tobytes()) for key, row in zip(keys, host, strict=True)])
-
-    def restored() -> int:
-        return mover.restore_from(
-            lambda first, stop, memory: store.read_into(keys[first:stop], memory), pages,
-            record_bytes=store.geometry.slot_bytes, page_at=HEADER_BYTES,
-        )  # fmt: skip
-
-    assert restored() == COUNT
-    assert torch.equal(rows.bytes_PB[pages].cpu(), host)
-    rows.bytes_PB.zero_()
-    store.condemn([keys[5]])
-    assert restored() == 5
-    assert torch.equal(rows.bytes_PB[pages[:5]].cpu(), host[:5])
-    assert not rows.bytes_PB[pages[5:]].any()
-    store.close()
+def test_places_stay_taken_until_their_bytes_have_left() -> None:
+    there = pool()
+    mover = PageMover(there)
+    for seed in range(20):  # each round's pages take the places of those before
+        host = host_pages(seed)
+        assert mover.restore(payloads(host), places(seed)) == COUNT
+        assert torch.equal(there[places(seed)].cpu(), host)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    mover.restore([], [])
+    assert mover.memory.free == mover.memory.places
 
 
-@pytest.mark.parametrize("part_pages", [1, 4, 16, 100])
-def test_a_source_that_ends_early_or_fails(part_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = made()
-    monkeypatch.setattr(page_mover, "READ_BYTES", part_pages * rows.layout.page_bytes)
-    mover, host, pages = PageMover(rows), host_pages(rows), places()
+@pytest.mark.parametrize("part_pages", [1, 4, 100])
+def test_up_to_the_first_that_is_missing(part_pages: int) -> None:
+    there, host, pages = pool(), host_pages(), places()
+    mover = PageMover(there, part_bytes=part_pages * SIZE)
+    for missing in (0, 4, 10):
+        there.zero_()
+        given: list[Buffer | None] = [*payloads(host)]
+        given[missing] = None
+        assert mover.restore(given, pages) == missing
+        assert torch.equal(there[pages[:missing]].cpu(), host[:missing])
+        assert not there[pages[missing:]].any()
 
-    def ending(first: int, stop: int, memory: memoryview) -> Callable[[], int]:
-        there = host[first : min(stop, 4)].numpy().tobytes()
-        memory[: len(there)] = there
-        return lambda: len(there) // host.shape[1]
-
-    for _ in range(3):  # buffers are used again
-        assert mover.restore_from(ending, pages) == 4
-        assert torch.equal(rows.bytes_PB[pages[:4]].cpu(), host[:4])
-    assert not rows.bytes_PB[pages[4:]].any()
-
-    def broken(first: int, stop: int, memory: memoryview) -> Callable[[], int]:
-        if stop > 6:
-            raise OSError("the disk is gone")
-        memory[: (stop - first) * host.shape[1]] = host[first:stop].numpy().tobytes()
-        return lambda: stop - first
+    def broken() -> Iterator[Buffer]:
+        yield from payloads(host)[:6]
+        raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        mover.restore_from(broken, pages)
+        mover.restore(broken(), pages)
     # The mover goes on after a failure.
-    mover.restore(host, pages)
-    assert torch.equal(rows.bytes_PB[pages].cpu(), host)
+    assert mover.restore(payloads(host), pages) == COUNT
+    assert torch.equal(there[pages].cpu(), host)
 
 
-def test_refusals() -> None:
-    rows = made()
-    mover, host = PageMover(rows), host_pages(rows)
+@pytest.mark.parametrize("host_bytes", [0, 5 * SIZE, 1 << 20])
+def test_through_the_tiers_and_back_from_a_disk(tmp_path: Path, host_bytes: int) -> None:
+    there, host, pages = pool(), host_pages(), places()
+    there[pages] = host.to(DEVICE)
+    with closing(Tiers(host_bytes=host_bytes, store=open_store(tmp_path))) as tiers:
+        card = CardPages.of(there, tiers)
+        for key, payload in zip(keys(), card.read(pages), strict=True):
+            tiers.offer(Page(key, payload))
+        assert tiers.flush(10)
+        there.zero_()
+        assert card.write(pages, tiers.get_many(keys())) == COUNT
+        assert torch.equal(there[pages].cpu(), host)
+    with closing(Tiers(host_bytes=host_bytes, store=open_store(tmp_path))) as tiers:
+        card = CardPages.of(there, tiers)
+        for ahead in (True, False):
+            there.zero_()
+            if ahead:
+                tiers.prefetch(keys())
+            assert card.write(pages[::-1], tiers.get_many(keys())) == COUNT
+            assert torch.equal(there[pages[::-1]].cpu(), host)
+        assert tiers.counters.disk_hits + tiers.counters.host_hits == 2 * COUNT
+        assert tiers.counters.prefetched == COUNT
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_damaged_record_ends_the_hit_and_what_is_behind_it_stays(tmp_path: Path, ahead: bool) -> None:
+    there, host, pages = pool(), host_pages(), places()
+    with closing(open_store(tmp_path)) as store:
+        store.put([Page(key, payload) for key, payload in zip(keys(), payloads(host), strict=True)])
+        slot = store.geometry.slot_bytes
+    file = tmp_path / "pages.kv"
+    raw = bytearray(file.read_bytes())
+    at = len(raw) - (COUNT - 5) * slot + HEADER_BYTES + 3  # a byte of the sixth record's page
+    raw[at] ^= 1
+    file.write_bytes(raw)
+    with closing(Tiers(host_bytes=0, store=open_store(tmp_path))) as tiers:
+        card = CardPages.of(there, tiers)
+        if ahead:
+            tiers.prefetch(keys())
+        assert card.write(pages, tiers.get_many(keys())) == 5
+        assert torch.equal(there[pages[:5]].cpu(), host[:5])
+        assert not there[pages[5:]].any()
+        assert tiers.store is not None
+        assert tiers.store.counters.corrupt == {"checksum": 1}
+        assert card.write(pages[6:], tiers.get_many(keys()[6:])) == 5
+        assert torch.equal(there[pages[6:]].cpu(), host[6:])
+
+
+def test_a_pool_on_the_processor_is_written_in_place(tmp_path: Path) -> None:
+    there, host = torch.zeros(32, SIZE, dtype=torch.uint8), host_pages()
+    with closing(Tiers(host_bytes=0, store=open_store(tmp_path))) as tiers:
+        made = page_bytes(there, tiers)
+        assert isinstance(made, HostPages)
+        assert made.write(places(), [*payloads(host)[:7], None, bytes(SIZE)]) == 7
+        assert torch.equal(there[places()[:7]], host[:7])
+        assert [bytes(page) for page in made.read(places()[:7])] == payloads(host)[:7]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    mover, host = PageMover(pool()), host_pages()
     with pytest.raises(ValueError, match="page 33 is outside the pool of 32 pages"):
-        mover.restore(host, [*range(COUNT - 1), 33])
-    with pytest.raises(ValueError, match="3 pages of"):
-        mover.save([0, 1, 2], host)
+        mover.restore(payloads(host), [*range(COUNT - 1), 33])
+    with pytest.raises(ValueError, match="page -1 is outside"):
+        mover.save([0, -1])
     with pytest.raises(ValueError, match="hold no page"):
-        PageMover(rows, part_bytes=10)
+        PageMover(pool(), part_bytes=10)
+    with (
+        closing(Tiers(host_bytes=0, store=open_store(tmp_path))) as tiers,
+        pytest.raises(ValueError, match="this store has records of"),
+    ):
+        tiers.lend(mover.memory)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvist.cache.record import Buffer
 
@@ -37,6 +38,18 @@ class HostTier:
                 return None
             self._pages.move_to_end(key)
             return self._pages[key]
+
+    def get_run(self, keys: Sequence[bytes]) -> list[Buffer]:
+        """`get` for keys in order, up to the first that is not here; the last becomes the most recently used."""
+        found = []
+        with self._lock:
+            for key in keys:
+                payload = self._pages.get(key)
+                if payload is None:
+                    break
+                self._pages.move_to_end(key)
+                found.append(payload)
+        return found
 
     def put(self, key: bytes, payload: Buffer) -> None:
         """Keep a page, at the cost of the least recently used. One larger than the budget is not kept, and costs nothing."""

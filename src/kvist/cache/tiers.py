@@ -10,20 +10,24 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from typing import Final
 
 from kvist.cache.host_tier import HostTier
-from kvist.cache.record import Buffer, Page
+from kvist.cache.page_memory import PageMemory
+from kvist.cache.record import HEADER_BYTES, Buffer, Page
 from kvist.cache.store import PageStore
 
 _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
 _READ_PAGES: Final = 64
+_DIRECT_READERS: Final = 3
+_PROVERS: Final = 4
+"""Threads where pages are read straight to their places: that read (a disk likes few), and that prove what was read meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +102,8 @@ class Tiers:
         self.host, self.store, self.counters = HostTier(host_bytes), store, TierCounters()
         self.queue_bytes, self.queued_bytes, self.stage_bytes = queue_bytes, 0, stage_bytes
         self._timeout_s = read_timeout_s
+        self._memory: PageMemory | None = None
+        self._provers: ThreadPoolExecutor | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
         self._arriving: dict[bytes, Future[memoryview | None]] = {}
@@ -118,6 +124,22 @@ class Tiers:
         memory = (MemoryTier(self),)
         return memory if self.store is None else (*memory, DiskTier(self.store))
 
+    def lend(self, memory: PageMemory) -> None:
+        """Keep pages in this memory from now on, whose records must be the store's: a card moves runs of it at once. Before any
+        page is asked for. Raises ValueError for other records."""
+        if self.store is not None:
+            size = self.store.geometry.slot_bytes
+            if (memory.record_bytes, memory.page_at) != (size, HEADER_BYTES):
+                raise ValueError(
+                    f"places of {memory.record_bytes} bytes with pages at {memory.page_at}; this store has records of {size} "
+                    f"with pages at {HEADER_BYTES}"
+                )
+            assert self._readers is not None
+            self._readers.shutdown()
+            self._readers = ThreadPoolExecutor(_DIRECT_READERS, thread_name_prefix="kvist-page-reader")
+            self._provers = ThreadPoolExecutor(_PROVERS, thread_name_prefix="kvist-page-prover")
+        self._memory = memory
+
     def where(self, keys: Sequence[bytes]) -> list[str | None]:
         """The tier of each key: "host", "disk" or None."""
         here = {key for key in keys if self.in_memory(key)}
@@ -134,12 +156,13 @@ class Tiers:
 
     def offer(self, page: Page) -> None:
         """Take a copy of a published page: into host memory at once, onto the disk when its turn comes. Never waits for a disk.
+        Of lent memory the page itself is kept, to be written to by nobody.
 
         Raises `ValueError` for a page that the store cannot hold.
         """
         if self.store is not None:
             self.store.require_fit(page)
-        page = page._replace(payload=bytes(page.payload))
+        page = page._replace(payload=bytes(page.payload) if self._memory is None else self._memory.own(page.payload))
         self.host.put(page.key, page.payload)
         with self._changed:
             self.counters.offered += 1
@@ -175,6 +198,22 @@ class Tiers:
             return None
         self._count("misses" if from_disk is None else "disk_hits")
         return from_disk
+
+    def get_many(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """`get` for keys in order, with one look at those that lie in host memory side by side."""
+        at = 0
+        while at < len(keys):
+            found = self.host.get_run(keys[at:])
+            if found:
+                with self._changed:
+                    self.counters.host_hits += len(found)
+                    for key in keys[at : at + len(found)]:
+                        self._staged.pop(key, None)
+                yield from found
+                at += len(found)
+            if at < len(keys):
+                yield self.get(keys[at])
+                at += 1
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Begin to read pages that a request will want, in order, into memory. Returns at once; what is here or on its way
@@ -246,8 +285,9 @@ class Tiers:
             self._changed.notify_all()
         if self._writer is not None:
             self._writer.join()
-        if self._readers is not None:
-            self._readers.shutdown(cancel_futures=True)
+        for threads in (self._readers, self._provers):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
         with self._changed:
             for coming in self._arriving.values():
                 coming.cancel()
@@ -273,6 +313,7 @@ class Tiers:
             return payload
         payload = self.store.get(key)
         if payload is not None:
+            payload = payload if self._memory is None else self._memory.own(payload)
             self.host.put(key, payload)
         return payload
 
@@ -285,10 +326,45 @@ class Tiers:
         assert self.store is not None
         left = deque(keys)
         try:
-            for payload in self.store.get_many(keys):
+            if self._memory is not None and self._provers is not None:
+                self._read_to_places(self._memory, self._provers, left)
+            for payload in self.store.get_many(list(left)):
                 self._arrived(left.popleft(), payload)
         except Exception:
             log.exception("%s: reading pages ahead ended early; they count as absent", self.store.folder)
+        finally:
+            for key in left:  # nobody may wait for ever
+                self._arrived(key, None)
+
+    def _read_to_places(self, memory: PageMemory, provers: ThreadPoolExecutor, left: deque[bytes]) -> None:
+        """Read pages to where a card takes them from, and let others prove them while the disk goes on."""
+        assert self.store is not None
+        pages = memory.take(len(left))
+        places = [place for page in pages if (place := memory.place_of(page)) is not None]
+        for first, stop in memory.runs(places):
+            keys, run = [left.popleft() for _ in range(first, stop)], pages[first:stop]
+            try:
+                proved = self.store.read_into(keys, memory.records(places[first], stop - first))
+                provers.submit(self._prove, keys, run, proved)
+            except BaseException:
+                left.extendleft(reversed(keys))
+                raise
+
+    def _prove(self, keys: list[bytes], pages: list[memoryview], proved: Callable[[], int]) -> None:
+        """Hand on pages that prove to be right; those behind the first that does not are read again one by one."""
+        assert self.store is not None
+        left = deque(keys)
+        try:
+            came = proved()
+            for page in pages[:came]:
+                self._arrived(left.popleft(), page.toreadonly())
+            if left:
+                self._arrived(left.popleft(), None)
+            while left:
+                payload = self.store.get(left[0])
+                self._arrived(left.popleft(), payload)
+        except Exception:
+            log.exception("%s: proving pages read ahead ended early; they count as absent", self.store.folder)
         finally:
             for key in left:  # nobody may wait for ever
                 self._arrived(key, None)

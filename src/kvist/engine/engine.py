@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvist.cache.identity import numerics_string, root
-from kvist.cache.record import Buffer
 from kvist.cache.tiers import Tiers
 from kvist.engine.acceptance import Wanted, choices
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from kvist.engine.drafter import BlockDrafter, Drafter, proposals
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
-from kvist.engine.executor import Memory, executor
+from kvist.engine.executor import executor
 from kvist.engine.metrics import Metrics
+from kvist.engine.page_bytes import page_bytes
 from kvist.engine.pages import Pages
 from kvist.engine.replay import check_replay
 from kvist.engine.reply import Reply
@@ -56,22 +56,6 @@ def numerics_name(numerics: Numerics) -> str:
 def store_model(numerics: Numerics, fingerprint: bytes, page_tokens: int) -> bytes:
     """What `PageStore.open` wants as `model` (16 bytes) for an engine with these numerics and pages."""
     return root(fingerprint, numerics_name(numerics), b"", page_tokens)
-
-
-class DevicePages:
-    """The bytes of a memory's pages, for the tiers (`pages.PageBytes`)."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-
-    def read(self, page: int) -> Buffer:
-        """See `pages.PageBytes`."""
-        return self.memory.page_view(page).cpu().numpy().data
-
-    def write(self, page: int, payload: Buffer) -> None:
-        """See `pages.PageBytes`."""
-        values = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self.memory.page_view(page).copy_(values)
 
 
 class Engine:
@@ -108,7 +92,7 @@ class Engine:
             numerics=numerics_name(model.numerics),
             replay=config.replay,
             tiers=tiers,
-            content=DevicePages(self.memory),
+            content=None if tiers is None else page_bytes(self.memory.bytes_PB, tiers),
         )
         self.scheduler = Scheduler(
             model.plan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -35,12 +35,12 @@ ASKED_AT_ONCE = 32
 class PageBytes(Protocol):
     """Where the bytes of device pages are."""
 
-    def read(self, page: int) -> Buffer:
-        """The page's bytes now."""
+    def read(self, pages: Sequence[int]) -> Sequence[Buffer]:
+        """The bytes of each page now."""
         ...
 
-    def write(self, page: int, payload: Buffer) -> None:
-        """Overwrite the page."""
+    def write(self, pages: Sequence[int], payloads: Iterable[Buffer | None]) -> int:
+        """Overwrite pages in order, up to the first whose bytes are missing; returns how many were."""
         ...
 
 
@@ -168,19 +168,21 @@ class Pages:
     def restore(self, job: Job, hit: Hit) -> Hit:
         """See `scheduler.PageBook.restore`. Whole pages in order until one fails."""
         assert job.chain is not None and self.tiers is not None and self.content is not None
-        whole, tiers, exact = list(hit.pages), dict(hit.tiers), hit.exact
-        for entry in hit.lower:
-            if entry.tokens < self.page_tokens:
-                break
-            payload = self.tiers.get(entry.key)
-            if payload is None:
-                break
-            page = self.pool.allocate(1)[0]
-            self.content.write(page, payload)
-            self.index.publish(job.chain, entry.number, [page], entry.provenance)
-            whole.append(page)
-            tiers[entry.tier] = tiers.get(entry.tier, 0) + self.page_tokens
-            exact = exact and entry.provenance == EXACT
+        coming = list(takewhile(lambda entry: entry.tokens == self.page_tokens, hit.lower))
+        pages, came = self.pool.allocate(len(coming)), 0
+        try:
+            came = self.content.write(pages, self.tiers.get_many([entry.key for entry in coming]))
+        finally:
+            self.pool.release(pages[came:])
+        tiers = dict(hit.tiers)
+        for provenance, run in groupby(coming[:came], key=lambda entry: entry.provenance):
+            entries = list(run)
+            first = entries[0].number - coming[0].number
+            self.index.publish(job.chain, entries[0].number, pages[first : first + len(entries)], provenance)
+            for entry in entries:
+                tiers[entry.tier] = tiers.get(entry.tier, 0) + self.page_tokens
+        whole = [*hit.pages, *pages[:came]]
+        exact = hit.exact and all(entry.provenance == EXACT for entry in coming[:came])
         return Hit(whole, None, len(whole) * self.page_tokens, exact, tiers)
 
     def awaits(self, job: Job, *, busy: bool) -> bool:
@@ -280,8 +282,9 @@ class Pages:
         if self.tiers is None or self.content is None:
             return
         assert job.chain is not None
-        for number in numbers:
-            (digest, parent), payload = job.chain.identity(number), self.content.read(job.pages[number])
+        payloads = self.content.read([job.pages[number] for number in numbers])
+        for number, payload in zip(numbers, payloads, strict=True):
+            digest, parent = job.chain.identity(number)
             self.tiers.offer(Page(page_key(digest, provenance), payload, self.page_tokens, provenance, parent))
 
     def copied(self, job: Job, page: int) -> None:

@@ -1,165 +1,147 @@
 """Pages between host memory and a card's pool: restored before a replay, saved behind a step, at the speed of the link.
 
-Large copies go through two lanes, each a stream with a staging buffer: while one scatters its pages over the pool, the other's
-copy is under way. Must not know keys, files or requests; where pages come from is a function that gives their bytes.
+Runs of neighbouring places move as one copy each, in parts through two lanes, each a stream with a staging buffer: while one
+scatters its pages over the pool, the other's copy is under way. Must not know keys, files or requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.cache.page_rows import PageRows
+from kvist.cache.page_memory import PageMemory
+from kvist.cache.record import Buffer
 
 PART_BYTES = 64 << 20
-"""Bytes of a copy: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
-READ_BYTES = 8 << 20
-"""Bytes that one thread reads at a time where pages come from a function."""
-READERS, PROVERS = 3, 4
-"""Threads that read (a disk likes few), and that prove what was read meanwhile."""
-
-Read = Callable[[int, int, memoryview], Callable[[], int]]
-"""Put the pages first..stop-1 of those to be restored into memory; what comes back proves them, in order up to the first that is
-missing, and says how many came. Both are called from threads."""
+"""Bytes of a part: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
+FIRST_BYTES = 16 << 20
+"""Bytes of the first part, so that the link begins early."""
 
 
 class _Lane:
-    """A stream with staging for `pages` pages on the device."""
+    """A stream with staging for `records` records on the device."""
 
-    def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
+    def __init__(self, records: int, record_bytes: int, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.device_PB = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)
+        self.device_RB = torch.empty(records, record_bytes, dtype=torch.uint8, device=device)
 
     def entered(self) -> AbstractContextManager[object]:
         """The lane's stream as the current one."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-class _Staging:
-    """Pinned memory for `records` records of `record_bytes`, filled by one thread at a time, and as much on the device."""
-
-    def __init__(self, records: int, record_bytes: int, device: torch.device) -> None:
-        on_card = device.type == "cuda"
-        self.host_RB = torch.empty(records, record_bytes, dtype=torch.uint8, pin_memory=on_card)
-        self.device_RB = torch.empty(records, record_bytes, dtype=torch.uint8, device=device)
-        self.used = torch.cuda.Event() if on_card else None
-
-    def fill(self, read: Read, first: int, stop: int) -> Callable[[], int]:
-        """Read pages first..stop-1; see `Read`."""
-        if self.used is not None:
-            # What lay here before must be in the pool.
-            self.used.synchronize()
-        return read(first, stop, self.host_RB[: stop - first].numpy().data.cast("B"))
-
-
 class PageMover:
-    """Moves whole pages of a pool. `part_bytes`: of one copy. Memory: two parts on the device; where pages are read, READ_BYTES
-    for each thread and once more, pinned and on the device.
+    """Moves whole pages of a pool, uint8 [pages, page bytes], to and from places of `memory`, whose pieces it gives: pinned ones.
 
-    Raises ValueError for a part that holds no page.
+    `record_bytes`, `page_at`: as `PageMemory` wants them. `part_bytes`: of one copy, and twice that on the device. Raises
+    ValueError for a part that holds no page.
     """
 
-    def __init__(self, rows: PageRows, *, part_bytes: int = PART_BYTES) -> None:
-        self.page_bytes, self.device = rows.layout.page_bytes, rows.bytes_PB.device
-        self.part = part_bytes // self.page_bytes
+    def __init__(
+        self, pool_PB: Tensor, *, record_bytes: int | None = None, page_at: int = 0, part_bytes: int = PART_BYTES
+    ) -> None:
+        self.device, page_bytes = pool_PB.device, pool_PB.shape[1]
+        self.memory = PageMemory(self._piece, page_bytes=page_bytes, record_bytes=record_bytes, page_at=page_at)
+        size = self.memory.record_bytes
+        self.part = min(part_bytes // size, len(pool_PB))
         if self.part < 1:
-            raise ValueError(f"parts of {part_bytes} bytes hold no page of {self.page_bytes}")
+            raise ValueError(f"parts of {part_bytes} bytes hold no page of {size}")
+        self._first = max(1, min(self.part, FIRST_BYTES // size))
         # Wide elements: a page is a multiple of 128 bytes.
-        self.pool_PB = rows.bytes_PB.view(torch.int64)
-        self.lanes = [_Lane(self.part, self.page_bytes, self.device) for _ in range(2)]
+        self.pool_PB = pool_PB.view(torch.int64)
+        self.lanes = [_Lane(self.part, size, self.device) for _ in range(2)]
+        self._pages = slice(page_at, page_at + page_bytes)
+        self._pieces = list[Tensor]()
         self._host_ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._sent = torch.cuda.Event() if self.device.type == "cuda" else None
-        self._staging: list[_Staging] = []
+        self._leaving = deque[tuple[torch.cuda.Event, list[memoryview]]]()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(part.nbytes for part in (*(lane.device_PB for lane in self.lanes), *(one.device_RB for one in self._staging)))
+        return sum(lane.device_RB.nbytes for lane in self.lanes)
 
-    def restore(self, host_PB: Tensor, pages: Sequence[int]) -> None:
-        """Host pages (uint8 [count, page bytes], pinned for full speed) into the pool's `pages`, in order.
+    def restore(self, payloads: Iterable[Buffer | None], pages: Sequence[int]) -> int:
+        """Bytes of pages into the pool's `pages`, in order, up to the first that is missing; returns how many came.
 
-        Returns at once: what is queued on the current stream afterwards sees the pages; the host's must stay as they are until
-        then. Raises ValueError for pages that are not there, or other than the host holds.
+        Pages that lie in `memory` leave from there, others are copied into it. The copies are under way when this returns: what
+        is queued on the current stream afterwards sees the pages. Raises ValueError for pages that the pool does not have.
         """
-        self._require(host_PB, pages)
+        self._let_go()
+        ids, coming, first, size = self._numbers(pages), iter(payloads), 0, self._first
         with self._lanes() as lanes:
-            ids: Tensor | None = None
-            for first in range(0, len(pages), self.part):
-                lane, part = next(lanes), slice(first, min(first + self.part, len(pages)))
-                self._copy(lane, host_PB[part])
-                # The first copy is on its way before the page numbers are looked at.
-                ids = self._numbers(pages) if ids is None else ids
-                self._scatter(lane, ids[part], lane.device_PB[: len(host_PB[part])])
-
-    def restore_from(self, read: Read, pages: Sequence[int], *, record_bytes: int | None = None, page_at: int = 0) -> int:
-        """The same from any source, read by several threads, up to the first page that is missing; returns how many came.
-
-        `read` puts pages into memory `record_bytes` apart (a page's own size by default), each `page_at` bytes (a multiple of 8)
-        behind its place.
-        """
-        record_bytes = self.page_bytes if record_bytes is None else record_bytes
-        size, ahead = max(1, READ_BYTES // record_bytes), READERS + PROVERS
-        starts = list(range(0, len(pages), size))
-        if not self._staging or self._staging[0].host_RB.shape[1] != record_bytes:
-            self._staging = [_Staging(size, record_bytes, self.device) for _ in range(ahead + 1)]
-        count, ids = 0, self._numbers(pages)
-        with self._lanes() as lanes, _threads(PROVERS) as provers, _threads(READERS) as readers:
-
-            def filled(number: int) -> Future[int]:
-                first, staging = starts[number], self._staging[number % len(self._staging)]
-                return provers.submit(staging.fill(read, first, min(first + size, len(pages))))
-
-            coming = [readers.submit(filled, number) for number in range(min(ahead, len(starts)))]
-            for number, first in enumerate(starts):
-                came, staging = coming[number].result().result(), self._staging[number % len(self._staging)]
+            while first < len(pages):
+                wanted = min(size, len(pages) - first)
+                part = [self.memory.own(payload) for payload in _there(islice(coming, wanted))]
                 lane = next(lanes)
-                with lane.entered():
-                    staging.device_RB[:came].copy_(staging.host_RB[:came], non_blocking=True)
-                self._scatter(lane, ids[first : first + came], staging.device_RB[:came, page_at : page_at + self.page_bytes])
-                if staging.used is not None:
-                    staging.used.record(lane.stream)
-                count += came
-                if came < min(size, len(pages) - first):
+                self._send(lane, part)
+                self._scatter(lane, ids[first : first + len(part)])
+                first, size = first + len(part), self.part
+                if len(part) < wanted:
                     break
-                # The next one's memory is free, or on its way to the pool: its thread waits.
-                if number + ahead < len(starts):
-                    coming.append(readers.submit(filled, number + ahead))
-        return count
+        return first
 
-    def save(self, pages: Sequence[int], host_PB: Tensor) -> None:
-        """The pool's `pages` into host pages (as for `restore`); returns when they are there."""
-        self._require(host_PB, pages)
-        ids = self._numbers(pages)
+    def save(self, pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there."""
+        held, ids, size = list[memoryview](), self._numbers(pages), self._first
         with self._lanes() as lanes:
-            for first in range(0, len(pages), self.part):
-                lane, part = next(lanes), ids[first : first + self.part]
+            while len(held) < len(pages):
+                lane, part = next(lanes), ids[len(held) : len(held) + size]
                 with lane.entered():
-                    staged_PB = lane.device_PB[: len(part)]
-                    torch.index_select(self.pool_PB, 0, part, out=staged_PB.view(torch.int64))
-                    host_PB[first : first + len(part)].copy_(staged_PB, non_blocking=True)
+                    staged_RB = lane.device_RB[: len(part)]
+                    staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
+                    places = self.memory.take(len(part))
+                    for places_RB, at in self._runs(places):
+                        places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                held, size = [*held, *places], self.part
         for lane in self.lanes:
             if lane.stream is not None:
                 lane.stream.synchronize()
+        return held
 
-    def _copy(self, lane: _Lane, host_PB: Tensor) -> None:
+    def _piece(self, nbytes: int) -> memoryview:
+        """Pinned memory, where there is a card."""
+        piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self._pieces.append(piece)
+        return piece.numpy().data
+
+    def _runs(self, held: Sequence[memoryview]) -> Iterator[tuple[Tensor, int]]:
+        """Records [n, record bytes] of neighbouring places, and at which of `held` each run begins."""
+        places = [self.memory.place_of(page) for page in held]
+        numbers = [place for place in places if place is not None]
+        assert len(numbers) == len(held), "only pages of this memory are moved"
+        for first, stop in self.memory.runs(numbers):
+            piece, at = divmod(numbers[first], self.memory.each)
+            records_RB = self._pieces[piece].view(-1, self.memory.record_bytes)
+            yield records_RB[at : at + stop - first], first
+
+    def _send(self, lane: _Lane, held: list[memoryview]) -> None:
+        """Pages on their way into a lane's staging; their places stay taken until they have left."""
         with lane.entered():
-            lane.device_PB[: len(host_PB)].copy_(host_PB, non_blocking=True)
+            for places_RB, at in self._runs(held):
+                lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
+        if lane.stream is not None:
+            self._leaving.append((lane.stream.record_event(), held))
 
-    def _scatter(self, lane: _Lane, ids: Tensor, pages_PB: Tensor) -> None:
+    def _let_go(self) -> None:
+        """Forget what has left."""
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+
+    def _scatter(self, lane: _Lane, ids: Tensor) -> None:
         if not len(ids):
             return
         with lane.entered():
             if lane.stream is not None and self._sent is not None:
                 # They may have left after the lanes began; the current stream outlives both.
                 lane.stream.wait_event(self._sent)
-            self.pool_PB.index_copy_(0, ids, pages_PB.view(torch.int64))
+            self.pool_PB.index_copy_(0, ids, lane.device_RB[: len(ids), self._pages].view(torch.int64))
 
     def _numbers(self, pages: Sequence[int]) -> Tensor:
         """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both."""
@@ -187,13 +169,10 @@ class PageMover:
             for stream in streams:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def _require(self, host_PB: Tensor, pages: Sequence[int]) -> None:
-        if host_PB.dtype is not torch.uint8 or tuple(host_PB.shape) != (len(pages), self.page_bytes):
-            raise ValueError(
-                f"host pages are {host_PB.dtype} {list(host_PB.shape)}; {len(pages)} pages of {self.page_bytes} bytes are uint8 "
-                f"{[len(pages), self.page_bytes]}"
-            )
 
-
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="kvist-restore")
+def _there(payloads: Iterator[Buffer | None]) -> Iterator[Buffer]:
+    """Up to the first that is missing."""
+    for payload in payloads:
+        if payload is None:
+            return
+        yield payload

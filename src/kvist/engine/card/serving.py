@@ -78,10 +78,6 @@ class CardMemory:
         """Copy all bytes of a page."""
         self.bytes_PB[target].copy_(self.bytes_PB[source])
 
-    def page_view(self, page: int) -> Tensor:
-        """A page's bytes, uint8 [page_bytes], writable in place."""
-        return self.bytes_PB[page]
-
 
 class WatchedPrefill(Prefill):
     """Prefill that keeps which rows of its last pass left the encoder half finite."""
