@@ -102,10 +102,13 @@ def test_one_part_alone() -> None:
     assert {case.context + case.suffix for case in longest} == {SLIM.max_seq_len}
     moved = [case.name for case in cases_of(SLIM, Wanted(only="restore"), H200_BYTES)]
     assert [name.split("; ")[0] for name in moved] == [
-        f"pages of 131,072 tokens {place}" for place in ("from host memory", "to host memory", "from disk")
-    ]
+        f"pages of 131,072 tokens {place}"
+        for place in (
+            "from host memory", "to host memory", "from disk", "from host memory through the engine to the first token",
+        )
+    ]  # fmt: skip
     two = cases_of(SLIM, Wanted(only="restore,prefill"), H200_BYTES)
-    assert [case.part for case in two] == ["restore"] * 3 + ["prefill"] * 2
+    assert [case.part for case in two] == ["restore"] * 4 + ["prefill"] * 2
     prompts = cases_of(SLIM, Wanted(only="prefill", every=True, batch=4), H200_BYTES)
     assert [(case.batch, case.context) for case in prompts] == [(1, 131072), (1, 1048576), (1, 8192), (1, 524288)]
 
