@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvist.cache.prefix import PrefixQuery
+from kvist.cache.store import PageStore
+from kvist.cache.tiers import Tiers
 from kvist.config import ModelConfig, replace
 from kvist.engine.budget import EngineConfig
-from kvist.engine.engine import Engine
+from kvist.engine.engine import Engine, store_model
 from kvist.engine.generate import alone
-from kvist.engine.request import Request
+from kvist.engine.request import Job, Request
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.session import Progress, Sequence, Session
 from kvist.kernels.device import GpuUnavailable
 from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
 from kvist.model.transformer import Transformer
+from kvist.page_layout import PageLayout
 from kvist.presets import preset
 from tests.equivalence.engine_traces import Outcome, Watched
 
@@ -32,6 +37,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton and a GPU, or Triton with TRITON_INTERPRET=1",
 )
 DEVICE = "cpu" if INTERPRETED else "cuda"
+FINGERPRINT = bytes(32)
+LONG = [(7 * number) % 90 + 4 for number in range(43)]
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [40, 41, 42])
 
 
@@ -52,13 +59,13 @@ def model(of: ModelConfig, impl: str) -> Transformer:
     return made
 
 
-def start(of: ModelConfig, speculation: str | int) -> Watched:
+def start(of: ModelConfig, speculation: str | int, tiers: Tiers | None = None) -> Watched:
     from kvist.engine.card.serving import CardExecutor
 
     budget = EngineConfig(
         pages=20, page_tokens=8, context=64, max_running=2, speculation=speculation, step_cost=9, replay="exact"
     )
-    engine = Engine(model(of, "gpu"), budget)
+    engine = Engine(model(of, "gpu"), budget, fingerprint=FINGERPRINT, tiers=tiers)
     assert isinstance(engine.runner, CardExecutor)
     return Watched(engine)
 
@@ -92,6 +99,66 @@ def test_ragged_prompts_in_chunks_and_a_hit() -> None:
     assert again.end is not None
     assert again.end.usage.cached_tokens == 12
     near(reference, again)
+
+
+def held(watched: Watched, ids: list[int]) -> torch.Tensor:
+    """The bytes of the whole pages that the card has of these tokens."""
+    pages = watched.engine.pages
+    job = Job(0, Request(prompt=ids, max_tokens=1), 0.0)
+    pages.enter(job)
+    assert job.chain is not None
+    found = pages.index.match(PrefixQuery(job.chain, job.replay_length, tiers=False))
+    pages.release(found.retained)
+    return watched.engine.memory.bytes_PB[found.pages].cpu()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="ten prompts of 43 tokens take the interpreter many minutes; needs a GPU")
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_hit_from_host_memory_and_from_disk(tmp_path: Path, host_bytes: int) -> None:
+    """Runs of pages leave the card and come back, bytes and tokens as they were; behind a damaged one the prompt is computed."""
+    of = config(drafts=False)
+    root = store_model(Numerics(dtype=torch.bfloat16, impl="gpu"), FINGERPRINT, 8)
+    size = PageLayout.of(of, 8).page_bytes
+
+    def fresh(host: int) -> tuple[Watched, Tiers]:
+        tiers = Tiers(host_bytes=host, store=PageStore.open(tmp_path, model=root, page_bytes=size, page_tokens=8))
+        return start(of, "off", tiers), tiers
+
+    watched, tiers = fresh(host_bytes)
+    (cold,) = ask(watched, (LONG,), 2)
+    near(model(of, "wide"), cold)
+    bytes_PB = held(watched, LONG)
+    assert len(bytes_PB) == 5
+    assert tiers.flush(10)
+
+    def again(watched: Watched) -> dict[str, int]:
+        while watched.engine.pages.index.evict_one() is not None:
+            pass
+        watched.engine.memory.bytes_PB.zero_()
+        (warm,) = ask(watched, (LONG,), 2)
+        assert warm.end is not None
+        assert warm.tokens == cold.tokens
+        assert torch.equal(
+            held(watched, LONG)[: warm.end.usage.cached_tokens // 8], bytes_PB[: warm.end.usage.cached_tokens // 8]
+        )
+        near(model(of, "wide"), warm)
+        return {tier: tokens for tier, tokens in warm.end.usage.cached.items() if tokens}
+
+    assert again(watched) == {"host" if host_bytes else "disk": 40}
+    tiers.close()
+    file = tmp_path / "pages.kv"
+    watched, tiers = fresh(host_bytes)
+    assert again(watched) == {"disk": 40}
+    tiers.close()
+    raw = bytearray(file.read_bytes())
+    raw[-1 - 2 * (len(raw) // 8)] ^= 1
+    file.write_bytes(raw)
+    watched, tiers = fresh(host_bytes)
+    found = again(watched)
+    assert tiers.store is not None
+    assert tiers.store.counters.corrupt == {"checksum": 1}
+    assert 0 <= found.get("disk", 0) < 40
+    tiers.close()
 
 
 def test_drafts_are_verified() -> None:
