@@ -220,6 +220,68 @@ struct Reader {
   }
 };
 
+// Inputs of a chunk of FP4 as right operands: run r of 32 in column 2 r, times 2^64, beside zeros; nobody reads odd columns.
+__device__ __forceinline__ void take_runs(uint4 (&in)[4], const u8* x, int lane) {
+  int own = lane >> 3;
+  uint4 w = shared_words(x + own * 64 + (lane & 3) * 16);
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    u32 up = own == r ? 0x5F805F80 : 0;
+    in[r] = make_uint4(times(w.x, up), times(w.y, up), times(w.z, up), times(w.w, up));
+  }
+}
+// Codes to bfloat16 pairs, values * 2^-126: a subnormal one is as good as any.
+__device__ __forceinline__ void spread_fp4(u32 w, u32 (&out)[4]) {
+  out[0] = w & 0x81C081C0u;
+  out[1] = (w << 3) & 0x81C081C0u;
+  out[2] = (w << 6) & 0x81C081C0u;
+  u32 v = __byte_perm(w, 0, 0x2301);  // left shifts only, which several units can do
+  out[3] = ((v << 4) & 0x00C000C0u) | ((v << 3) & 0x01000100u) | ((v << 9) & 0x80008000u);
+}
+// Adds a chunk of FP4: runs are summed beside each other, lane 4 g + r has run r's, so that a scale multiplies 32 products at once.
+__device__ __forceinline__ void add_runs(Sums& sums, const u8* stage, const uint4 (&in)[4], int lane) {
+  int g = lane >> 2, t = lane & 3;
+  const u32* scales = (const u32*)(stage + CODES);
+  u32 pick = 0x0444 | t << 12;
+#pragma unroll
+  for (int m = 0; m < 4; m += 2) {
+    uint4 top[2], low[2];
+    float first[2], second[2], d[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int row = (m + i) * 16 + g;
+      top[i] = shared_words(stage + row * 64 + t * 16), low[i] = shared_words(stage + (row + 8) * 64 + t * 16);
+      first[i] = __uint_as_float(__byte_perm(scales[row] + 0x3E3E3E3E, 0, pick) >> 1);
+      second[i] = __uint_as_float(__byte_perm(scales[row + 8] + 0x3E3E3E3E, 0, pick) >> 1);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 o[2][4][4];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        spread_fp4(h ? top[i].z : top[i].x, o[i][0]), spread_fp4(h ? low[i].z : low[i].x, o[i][1]);
+        spread_fp4(h ? top[i].w : top[i].y, o[i][2]), spread_fp4(h ? low[i].w : low[i].y, o[i][3]);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          product_16(d[i], o[i][0][r], o[i][1][r], o[i][2][r], o[i][3][r], h ? in[r].z : in[r].x, h ? in[r].w : in[r].y);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sums[m + i][0] += d[i][0] * first[i], sums[m + i][2] += d[i][2] * second[i];
+  }
+}
+__device__ __forceinline__ void keep_runs(float* to, Sums& sums, int lane) {
+#pragma unroll
+  for (int m = 0; m < 4; m++)
+#pragma unroll
+    for (int h = 0; h < 4; h += 2)
+#pragma unroll
+      for (int by = 1; by < 4; by *= 2) sums[m][h] += __shfl_xor_sync(0xFFFFFFFF, sums[m][h], by);
+  keep(to, sums, lane);
+}
+
 // Whether this warp is the last of the block to leave its sums in a slot.
 __device__ __forceinline__ bool last_of(u32* count, int lane) {
   u32 before = 0;
@@ -307,12 +369,15 @@ __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& r
         reader.fill(c, w, own, lane);
         int place = unit - panel * run.chunks;
         if (phase < 2) in = x + place * (phase ? 256 : 128);
-        if (place < fp4) add_fp4(total, chunk, in, lane);
-        else add_fp8(total, chunk, table[unit - run.first], in, phase == 0, lane);
+        if (place < fp4) {
+          uint4 runs[4];
+          take_runs(runs, in, lane);
+          add_runs(total, chunk, runs, lane);
+        } else add_fp8(total, chunk, table[unit - run.first], in, phase == 0, lane);
         if (phase == 2) in += 256;
       }
       float* mine = sums + (base + slot) * WARPS * 64;
-      keep(mine + warp * 64, total, lane);
+      keep_runs(mine + warp * 64, total, lane);
       if (last_of(counts + slot, lane)) leave(c, w, own, mine, run, phase, panel, lane);
     }
     behind = unit - run.end;
