@@ -113,3 +113,32 @@ def test_a_captured_pass_says_what_plain_ones_say() -> None:
     assert torch.equal(got_RV, want_RV)
     with pytest.raises(ValueError, match="another pass"):
         again(prompts[:1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
+def test_small_passes_say_the_same_launched_captured_and_replayed() -> None:
+    """Requests of other lengths share a room's graph; each is near the pass without padding, as a row among others may be."""
+    from kvist.engine.card.passes import cut, plan_pass
+    from kvist.engine.card.rooms import room_for
+    from kvist.engine.card.small_passes import SmallPasses, WatchedPrefill
+
+    totals, hits = (21, 27), (16, 24)
+    both = small(totals, 64)
+    both.compare(both.cold(hits))
+    sizes = both.prefill.bringer.sizes
+    ways = [both.hits(totals, hits), both.hits(totals, hits)[:1], both.hits(totals, hits)[1:]]
+    plans = [plan_pass(next(cut(prompts, 64)), sizes) for prompts in ways]
+    rooms = [room_for(planned, sizes) for planned in plans]
+    assert None not in rooms
+    assert rooms[1] == rooms[2] != rooms[0]
+    run, said = SmallPasses(WatchedPrefill(both.card)).run, []
+    for _ in range(3):
+        said.append([run(planned) for planned in plans])
+    for number, prompts in enumerate(ways):
+        want_RV, _ = both.prefill.run(prompts)
+        for logits_RV, finite_N in (line[number] for line in said):
+            assert torch.equal(logits_RV, said[0][number][0])
+            assert len(finite_N) == plans[number].rows[0]
+            assert finite_N.all()
+        off_R = (said[0][number][0] - want_RV).norm(dim=1) / want_RV.norm(dim=1)
+        assert off_R.max() < 0.5, off_R

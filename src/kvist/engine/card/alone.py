@@ -5,14 +5,14 @@ Must not know text, sampling or other requests: those are the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from kvist.engine.budget import EngineConfig, plan_memory
 from kvist.engine.card.device_model import Batch
-from kvist.engine.card.passes import Prompt
+from kvist.engine.card.passes import Pass, Prompt, cut, plan_pass
 from kvist.engine.card.serving import CardExecutor
 from kvist.engine.executor import executor
 from kvist.engine.replay import Replay, replay_span
@@ -50,11 +50,21 @@ class CardSession:
         prompts = [Prompt.replayed(0, sequence.ids_T.numpy(), span)]
         prefill.check(prompts)
         with self.runner.guard(), torch.inference_mode():
-            for planned, ended_RV in prefill.passes(prompts):
+            for planned, ended_RV in self._passes(prompts):
                 logits_RV, sequence.computed = ended_RV, planned.pieces[-1].stop
                 if progress is not None:
                     progress(Progress(done=sequence.computed, total=total))
         return logits_RV
+
+    def _passes(self, prompts: list[Prompt]) -> Iterator[tuple[Pass, Tensor]]:
+        """One pass as an engine runs it, more of them one behind the other."""
+        prefill = self.runner.prefill
+        first, *more = cut(prompts, prefill.chunk)
+        if more:
+            yield from prefill.passes(prompts)
+        else:
+            planned = plan_pass(first, prefill.bringer.sizes)
+            yield planned, self.runner.passes.run(planned)[0]
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """Run the one token beyond what is computed; logits [1,V], valid until the next step."""

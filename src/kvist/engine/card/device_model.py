@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ Given = tuple[Tensor, Tensor, Chosen]
 """What a layer takes: streams [N,S,D], collapse weights [N,S], what was published before it."""
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SHORTEST_REACH = 1024
+
+
+class Recalled(NamedTuple):
+    """An Engram layer's projected table rows [N,X], and when they are made (None: on the stream that asks)."""
+
+    memory_NX: Tensor
+    made: torch.cuda.Event | None
 
 
 class BatchTooLarge(ValueError):
@@ -126,7 +134,7 @@ def captured(warm: Callable[[], object], work: Callable[[], object]) -> torch.cu
         warm()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph
 
@@ -292,7 +300,7 @@ class DeviceModel:
         self,
         layer: LayerWeights,
         at: Places,
-        found: dict[int, Tensor],
+        found: dict[int, Recalled],
         x_NSD: Tensor,
         mix: Mix,
         y_ND: Output,
@@ -312,7 +320,7 @@ class DeviceModel:
         self,
         layer: LayerWeights,
         at: Places,
-        found: dict[int, Tensor],
+        found: dict[int, Recalled],
         x_NSD: Tensor,
         mix: Mix,
         y_ND: Tensor | None,
@@ -335,30 +343,31 @@ class DeviceModel:
         entered = enter(c, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
         return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen
 
-    def remember(self, rows: CardRows) -> dict[int, Tensor]:
-        """Start reading the pass's Engram rows on the side stream: ids depend on tokens alone, so all layers read at once."""
+    def remember(self, rows: CardRows) -> dict[int, Recalled]:
+        """Start reading and projecting the pass's Engram rows on the side stream: ids depend on tokens alone, and the layers
+        before leave the memory idle half of their time."""
         wanted = [layer for layer in self.weights.layers if layer.engram is not None]
         if not wanted:
             return {}
         if self.side is None:
-            return {layer.spec.index: self._table_rows(layer, rows) for layer in wanted}
+            return {layer.spec.index: Recalled(self._recalled(layer, rows), None) for layer in wanted}
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            return {layer.spec.index: self._table_rows(layer, rows) for layer in wanted}
+            return {layer.spec.index: Recalled(self._recalled(layer, rows), self.side.record_event()) for layer in wanted}
 
-    def _table_rows(self, layer: LayerWeights, rows: CardRows) -> Tensor:
+    def _recalled(self, layer: LayerWeights, rows: CardRows) -> Tensor:
         assert layer.engram is not None and self.weights.class_V is not None, "a model with Engram has token classes"
-        return gather_rows(
+        rows_NX = gather_rows(
             rows.tokens_N, rows.positions_N, rows.offsets_N, rows.text_N, self.weights.class_V, self.state.history, rows.slots_N,
             layer.engram.hashes, layer.engram.stored, self.config.engram_n_heads,
         )  # fmt: skip
+        return linear_gpu(rows_NX, layer.engram.project, None, 1)
 
-    def _add_engram(self, weights: EngramWeights, at: Places, rows_NX: Tensor, x_NSD: Tensor) -> None:
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
-            # A plain kernel after the join: operators launched early wait for the one launch before them on their own stream.
-            rows_NX = rows_NX * 1.0
-        add_memory(x_NSD, linear_gpu(rows_NX, weights.project, None, 1), weights.gates, at.text_N, self.config.norm_eps)
+    def _add_engram(self, weights: EngramWeights, at: Places, recalled: Recalled, x_NSD: Tensor) -> None:
+        if recalled.made is not None:
+            # `add_memory` is a plain launch: one made early would wait for the launch before it on its own stream alone.
+            torch.cuda.current_stream().wait_event(recalled.made)
+        add_memory(x_NSD, recalled.memory_NX, weights.gates, at.text_N, self.config.norm_eps)
 
     def keep_history(self, rows: CardRows) -> None:
         """Keep the classes of a step's tokens for the n-grams of later ones."""

@@ -143,7 +143,7 @@ class Prefill:
             self.compute(self.bringer.derive(planned, flat))
         torch.cuda.synchronize(self.state.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits_RV = self.compute(self.bringer.derive(planned, flat))
 
         @torch.inference_mode()

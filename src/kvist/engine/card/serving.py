@@ -20,10 +20,9 @@ from kvist.checkpoint.reads import ReadFailed
 from kvist.checkpoint.tables import EngramTable
 from kvist.engine.batch import FeatureCache
 from kvist.engine.card import passes
-from kvist.engine.card.brought import OnCard
 from kvist.engine.card.device_model import BUCKETS, Batch, DeviceModel
 from kvist.engine.card.draft import CardDrafts
-from kvist.engine.card.prefill import Flow, Prefill
+from kvist.engine.card.small_passes import SmallPasses, WatchedPrefill
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import CardWeights
 from kvist.engine.replay import replay_span
@@ -79,18 +78,6 @@ class CardMemory:
         self.bytes_PB[target].copy_(self.bytes_PB[source])
 
 
-class WatchedPrefill(Prefill):
-    """Prefill that keeps which rows of its last pass left the encoder half finite."""
-
-    finite_N: Tensor
-
-    def cross(self, here: OnCard, flow: Flow) -> Flow:
-        """See `Prefill`."""
-        parts = [flow.x_NSD.flatten(1)] if flow.y_ND is None else [flow.x_NSD.flatten(1), flow.y_ND]
-        self.finite_N = torch.cat([part.isfinite().all(1, keepdim=True) for part in parts], 1).all(1)
-        return super().cross(here, flow)
-
-
 class CardExecutor:
     """Runs a step's pieces: prompts in one pass, decoding requests with their drafts in graphs of up to 64 requests.
 
@@ -106,6 +93,7 @@ class CardExecutor:
         self.model = DeviceModel(weights, state)
         self.state, self.device, self.config = state, state.device, weights.config
         self.prefill = WatchedPrefill(self.model)
+        self.passes = SmallPasses(self.prefill)
         self.blocks = CardDrafts(self.model) if drafts else None
         self.features = FeatureCache(0)
         self.rows = self.tail_rows = 0
@@ -118,9 +106,8 @@ class CardExecutor:
         spare, size = self.state.spare, self.state.layout.page_tokens
         span = replay_span(self.state.plan, size, 0, "bounded")
         prompt = passes.Prompt.replayed(spare, np.zeros(size, dtype=np.int64), span)
-        bringer = self.prefill.bringer
-        planned = passes.plan_pass([passes.Piece(prompt=prompt, start=0, stop=size)], bringer.sizes)
-        self.prefill.compute(bringer.derive(planned, bringer.send(planned)))
+        planned = passes.plan_pass([passes.Piece(prompt=prompt, start=0, stop=size)], self.prefill.bringer.sizes)
+        self.passes.run(planned)
         for rows in sorted({1, self.state.most_rows if self.device.type == "cuda" else 1}):
             held = self.model.buffers(1, rows)
             held.slots_M.fill_(spare)
@@ -171,17 +158,16 @@ class CardExecutor:
         self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor], finite: dict[int, Tensor]
     ) -> None:
         """One pass over prompts' rows."""
-        bringer = self.prefill.bringer
-        planned = passes.plan_pass([_prompt_piece(piece) for piece in pieces], bringer.sizes)
+        planned = passes.plan_pass([_prompt_piece(piece) for piece in pieces], self.prefill.bringer.sizes)
         wanted, at = [], 0
         for piece in pieces:
             deep = piece.stop - piece.decoded
             wanted.append(np.arange(max(piece.wanted, deep), piece.stop) - deep + at)
             at += piece.decoded
         planned.arrays["wanted"] = np.concatenate(wanted)
-        logits_WV = self.prefill.compute(bringer.derive(planned, bringer.send(planned)))
+        logits_WV, finite_N = self.passes.run(planned)
         logits |= dict(zip(numbers, logits_WV.split([len(rows) for rows in wanted]), strict=True))
-        parts = self.prefill.finite_N.split([piece.stop - piece.start for piece in pieces])
+        parts = finite_N.split([piece.stop - piece.start for piece in pieces])
         finite |= {number: part.all() for number, part in zip(numbers, parts, strict=True)}
 
     def _decode(
