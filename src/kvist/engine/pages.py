@@ -115,7 +115,7 @@ class Pages:
 
     def _prefetch(self, job: Job) -> None:
         """Begin to read what only the disk has of the job's prefix, up to the first page that no tier has."""
-        if self.tiers is None or job.chain is None or job.request.prompt_logprobs is not None:
+        if self.tiers is None or self.tiers.store is None or job.chain is None or job.request.prompt_logprobs is not None:
             return
         missing = [digest for digest in job.chain.digests if not self._held(digest, job.replay_length)]
         wanted: list[bytes] = []
