@@ -16,14 +16,14 @@ from rich.console import Console
 from benchmarks.cases import Better
 from benchmarks.gpu_timing import BF16_FLOPS_PER_S, HBM_BYTES_PER_S
 from benchmarks.rows import RESULTS, Machine, Row, append, load, make_row
+from benchmarks.slim_models import BENCH, label_of, measured, pass_floor_ms
 from kvist.config import ModelConfig
 from kvist.engine.card import cost
 from kvist.page_layout import PageLayout
 from kvist.plan.flops import FlopModel
 from kvist.presets import preset
 
-BENCH = "v41-flash-slim"
-LABEL = "128 of 384 experts, random weights, one card"
+LABEL = label_of(preset(BENCH))
 CONTEXTS = (8192, 131072, 524288, 1048576)
 BATCHES = (1, 4, 16, 64)
 PARTS = ("decode", "verify", "speculation", "prefill", "replay", "restore")
@@ -59,23 +59,24 @@ class Case:
     part: str = "decode"
     suffix: int = 0
     place: str = ""
+    label: str = LABEL
 
     @property
     def name(self) -> str:
         """The case as rows name it."""
         if self.part == "restore":
-            return f"pages of {self.context:,} tokens {self.place}; {LABEL}"
+            return f"pages of {self.context:,} tokens {self.place}; {self.label}"
         if self.part == "replay":
-            return f"replay, {self.batch} hits of {self.context:,} tokens + {self.suffix:,} new ones; {LABEL}"
+            return f"replay, {self.batch} hits of {self.context:,} tokens + {self.suffix:,} new ones; {self.label}"
         shared = "" if self.distinct == self.batch else f" ({self.distinct} distinct contexts shared by the rows)"
         simulated = f", {ACCEPTANCE} tokens a cycle simulated" if self.part == "speculation" else ""
-        return f"{self.part}, {self.batch} x {self.context:,} tokens{shared}{simulated}; {LABEL}"
+        return f"{self.part}, {self.batch} x {self.context:,} tokens{shared}{simulated}; {self.label}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What a command asked for; `None`: the default list (8K and 128K, batch 1), `every`: all contexts and batches; `only`: parts
-    with commas between them."""
+    with commas between them; `experts`, `layers`: another model (`slim_models.py`)."""
 
     only: str | None = None
     context: int | None = None
@@ -85,6 +86,8 @@ class Wanted:
     engram_gb: float | None = None
     again: bool = False
     chunk: int | None = None
+    experts: int | None = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,8 @@ def cases_of(config: ModelConfig, wanted: Wanted, device_bytes: float) -> list[C
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"there is no part {part!r}; parts: {', '.join(PARTS)}")
+    if not config.n_mtp_layers and (needless := {"verify", "speculation"} & set(parts)):
+        raise ValueError(f"{', '.join(sorted(needless))}: fewer layers leave no draft blocks; ask for all or for other parts")
     if wanted.context is not None:
         least = 2 * (WARM_STEPS + TIMED_STEPS)
         if not least <= wanted.context <= config.max_seq_len:
@@ -137,7 +142,7 @@ def _of_part(part: str, config: ModelConfig, wanted: Wanted) -> Iterator[Case]:
     batches: tuple[int, ...] = BATCHES if wanted.every else (1,)
     contexts = contexts if wanted.context is None else (wanted.context,)
     batches = batches if wanted.batch is None else (wanted.batch,)
-    base = Case(batch=1, context=contexts[0], distinct=1, part=part)
+    base = Case(batch=1, context=contexts[0], distinct=1, part=part, label=label_of(config))
     if part == "prefill":
         yield from (replace(base, context=context) for context in contexts)
     elif part == "replay":
@@ -168,7 +173,7 @@ def run(wanted: Wanted, command: str, console: Console) -> list[Row]:
 
     from kvist.kernels.device import GpuUnavailable, interpreted, require_gpu
 
-    config = preset(BENCH)
+    config = measured(wanted.experts, wanted.layers)
     need = needed_bytes(config, Case(batch=1, context=CONTEXTS[0], distinct=1))
     cases_of(config, wanted, need)
     where = f"{BENCH} needs one CUDA card of compute capability 9.0 or newer with {need / 1e9:.0f} GB of memory"
@@ -211,7 +216,7 @@ def _done(machine: Machine) -> set[str]:
 
 
 def _show_plan(config: ModelConfig, cases: list[Case], free: float, console: Console) -> None:
-    console.print(f"{BENCH}: {LABEL}; {free / 1e9:.1f} GB of device memory free", highlight=False)
+    console.print(f"{BENCH}: {label_of(config)}; {free / 1e9:.1f} GB of device memory free", highlight=False)
     for case in cases:
         need = needed_bytes(config, case)
         fits = "" if need <= free else ", DOES NOT FIT"
@@ -227,7 +232,11 @@ def _expected(config: ModelConfig, case: Case) -> str:
         return f"{flops / 1e12:,.0f} TFLOP, floor {1e3 * flops / BF16_FLOPS_PER_S:,.0f} ms"
     if case.part == "replay":
         replayed, resumed = cost.replay_rows(config, case.batch, case.suffix)
-        return f"rows of both halves {replayed}, with stored windows {resumed}"
+        floors = [pass_floor_ms(config, rows) for rows in (replayed, resumed)]
+        return (
+            f"rows of both halves {replayed}, with stored windows {resumed}; floors {floors[0]:.1f} and {floors[1]:.1f} ms: "
+            f"{floors[0] / floors[1]:.2f}x"
+        )
     if case.part == "restore":
         layout = PageLayout.of(config)
         return f"{-(-case.context // layout.page_tokens) * layout.page_bytes / 1e6:.0f} MB"
@@ -254,7 +263,7 @@ def _measure(
         if time.monotonic() > stop:
             return
         found = bench.measure(case)
-        said(f"{case.name}: {found.text} ({LABEL})")
+        said(f"{case.name}: {found.text} ({case.label})")
         yield make_row(
             machine, BENCH, case.name, found.value, found.unit, found.better, floor=found.floor, peers=found.peers,
             command=command,

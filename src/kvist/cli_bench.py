@@ -31,11 +31,13 @@ def bench(
         float | None, typer.Option(help="pinned host memory for Engram tables; none: a quarter of what is free")
     ] = None,
     chunk: Annotated[int | None, typer.Option(help="prompt tokens in a pass; none: 16384")] = None,
+    experts: Annotated[int | None, typer.Option(help="experts a layer, of 384; none: 128")] = None,
+    layers: Annotated[int | None, typer.Option(help="layers, half of them in the encoder; none: 40")] = None,
     again: Annotated[bool, typer.Option("--again", help="measure also what this commit has been measured with")] = False,
 ) -> None:
     """Measure decode, prefill and cache moves of released widths on one card; run in a checkout, which keeps the rows.
 
-    It is a proxy: 128 of 384 experts, random weights, one card.
+    It is a proxy: 128 of 384 experts (or more of them in fewer layers), random weights, one card.
     """
     if name not in WORKLOADS:
         raise ValueError(f"no workload named {name!r}; known: {', '.join(WORKLOADS)}")
@@ -46,7 +48,8 @@ def bench(
         raise ValueError(f"there is no benchmarks/ in {here}; run kvist bench in the root of a checkout")
     slim, cases = importlib.import_module("benchmarks.slim"), importlib.import_module("benchmarks.cases")
     options = {"only": only, "context": context, "batch": batch, "every": every, "budget_minutes": budget_minutes}
-    wanted = slim.Wanted(**options, engram_gb=engram_gb, again=again, chunk=chunk)
+    model = {"experts": experts, "layers": layers}
+    wanted = slim.Wanted(**options, **model, engram_gb=engram_gb, again=again, chunk=chunk)
     # Long lines: they are kept in logs.
     console = Console(width=None if sys.stdout.isatty() else 400)
     try:

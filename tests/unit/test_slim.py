@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.slim import LABEL, PARTS, Case, Wanted, cases_of, needed_bytes, prefill_flops
+from benchmarks.slim_models import label_of, measured
 from kvist.cli import app
 from kvist.engine.card import cost
 from kvist.inventory import Storage, parameters, part_of
@@ -111,6 +112,32 @@ def test_one_part_alone() -> None:
     assert [case.part for case in two] == ["restore"] * 4 + ["prefill"] * 2
     prompts = cases_of(SLIM, Wanted(only="prefill", every=True, batch=4), H200_BYTES)
     assert [(case.batch, case.context) for case in prompts] == [(1, 131072), (1, 1048576), (1, 8192), (1, 524288)]
+
+
+def test_other_models_say_what_they_are() -> None:
+    whole = measured(384, 16)
+    assert label_of(whole) == "384 of 384 experts, 16 of 40 layers, random weights, one card"
+    assert label_of(measured(None, None)) == label_of(measured(128, 40)) == LABEL
+    assert (measured(None, None), measured(None, None).n_routed_experts) == (SLIM, 128)
+    wanted = Wanted(only="replay", experts=384, layers=16)
+    for case in cases_of(whole, wanted, H200_BYTES):
+        assert case.label in case.name
+        assert needed_bytes(whole, case) < H200_BYTES
+    assert needed_bytes(measured(384, None), Case(batch=1, context=8192, distinct=1)) > 2 * H200_BYTES
+    for layers in range(6, 40, 2):
+        plan = measured(None, layers).plan
+        assert plan.decoder_start == layers // 2
+        assert {spec.mode.value for spec in plan.layers[plan.decoder_start :]} >= {"full", "reuse"}
+        assert sum(spec.engram is not None for spec in plan.layers) == 2
+        assert not plan.drafts
+    with pytest.raises(ValueError, match="speculation, verify: fewer layers leave no draft blocks"):
+        cases_of(whole, Wanted(only="verify,speculation"), H200_BYTES)
+    for experts, layers, reason in (
+        (385, None, "--experts is 385; from 6 to 384"), (3, 16, "--experts is 3"),
+        (None, 7, "--layers is 7; an even number from 6 to 40"), (None, 42, "--layers is 42"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            measured(experts, layers)
 
 
 @pytest.mark.parametrize(
