@@ -28,8 +28,8 @@ FEW_TOKENS = 16
 """Up to so many tokens are appended one by one, which costs a decode step less than arrays of them."""
 
 
-ASKED_AT_ONCE = 32
-"""Pages of a prompt that the disk is asked about at once: one question costs about as much as one page's."""
+ASKED_AT_ONCE = 64
+"""Pages of a prompt that the disk is asked about at once, and then reads: one question costs about as much as one page's."""
 
 
 class PageBytes(Protocol):
@@ -125,10 +125,12 @@ class Pages:
             where = dict(zip(flat, self.tiers.where(flat), strict=True))
             found = [next((key for key in mine if where[key] is not None), None) for mine in keys]
             there = list(takewhile(lambda key: key is not None, found))
-            wanted += [key for key in there if key is not None and where[key] == "disk"]
+            fresh = [key for key in there if key is not None and where[key] == "disk"]
+            # The disk begins before the rest is asked for.
+            self.tiers.prefetch(fresh)
+            wanted += fresh
             if len(there) < len(keys):
                 break
-        self.tiers.prefetch(wanted)
         job.coming = wanted[::-1]
 
     def _keys(self, digest: bytes, provenance: int) -> list[bytes]:
