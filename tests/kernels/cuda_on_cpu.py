@@ -68,6 +68,7 @@ MEANING = {
     "product_64_rows": "multiply(d, 64, a, 0, b, 1, false);",
     "product_64_columns": "multiply(d, 64, a, 0, b, 1, true);",
     "tell": "*p = x;",
+    "copy_scales": "*to = *from;",
     "count_up": "return (*p)++;",
     "larger_halves": "return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);",
     "product_32_fp8": "multiply_fp8(d, 32, a, b, keep);",

@@ -236,9 +236,9 @@ __device__ __forceinline__ uint2 quantised_four(const float (&v)[4]) {
   u32 largest = max(max(size_of(v[0]), size_of(v[1])), max(size_of(v[2]), size_of(v[3])));
 #pragma unroll
   for (int by = 4; by; by >>= 1) largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
-  float scale = fp8_scale(largest);
-  return make_uint2(bfloat_pair(fake_fp8(v[0], scale), fake_fp8(v[1], scale)),
-                    bfloat_pair(fake_fp8(v[2], scale), fake_fp8(v[3], scale)));
+  float scale = fp8_scale(largest), back = power_reciprocal(scale);
+  float2 first = nearest_fp8(v[0] * back, v[1] * back), second = nearest_fp8(v[2] * back, v[3] * back);
+  return make_uint2(bfloat_pair(first.x * scale, first.y * scale), bfloat_pair(second.x * scale, second.y * scale));
 }
 __device__ __forceinline__ void four_of(uint2 pairs, float (&v)[4]) {
   v[0] = low_of(pairs.x), v[1] = high_of(pairs.x), v[2] = low_of(pairs.y), v[3] = high_of(pairs.y);

@@ -51,14 +51,11 @@ __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const 
     float weight[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
 #pragma unroll
     for (int e = 0; e < 4; e++) one[i][e] = d < s.width ? rounded(one[i][e] * factor * weight[e]) : 0.f;
-    uint2 pairs = make_uint2(bfloat_pair(one[i][0], one[i][1]), bfloat_pair(one[i][2], one[i][3]));
-    if (d < s.width) *(uint2*)(x + 2 * d) = pairs;
-    if (d < s.width && write && s.normed) *(uint2*)(s.normed + d) = pairs;
-  }
-  quantise_row(x, s.width, thread, 256);
-  if (write && s.quantised) {
-#pragma unroll 1
-    for (int d = 4 * thread; d < s.width; d += 1024) *(uint2*)(s.quantised + d) = *(const uint2*)(x + 2 * d);
+    uint2 near = quantised_four(one[i]);
+    if (d >= s.width) continue;
+    *(uint2*)(x + 2 * d) = near;
+    if (write && s.normed) *(uint2*)(s.normed + d) = make_uint2(bfloat_pair(one[i][0], one[i][1]), bfloat_pair(one[i][2], one[i][3]));
+    if (write && s.quantised) *(uint2*)(s.quantised + d) = near;
   }
 }
 

@@ -6,7 +6,7 @@
 
 static const int WARPS = 8;  // of a block
 static const int STAGES = 4;
-static const int THREADS = 32 * WARPS;
+static const int THREADS = 32 * WARPS;  // as many as norm and quantise a row
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
 static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
 static const int TOGETHER = 6;    // parts that are read at once
@@ -36,6 +36,33 @@ struct Call {
 
 enum { ROW, QUANTISED, PARTS, STREAMS };
 
+__device__ __forceinline__ void copy_scales(u32* to, const u32* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// A warp's chunks on their way. Stages of all warps lie in turn: a block of few chunks needs room for those alone.
+template <int STAGES> struct Chunks {
+  u8* data;
+  int stage, next;
+  __device__ __forceinline__ void open(u8* room, int warp) { data = room + warp * CODES, stage = next = 0; }
+  // Begins to read a chunk, or nothing where there is none: every turn counts. All stages may be on their way; one is filled again
+  // when its chunk has been multiplied by all lanes.
+  __device__ __forceinline__ void fill(bool there, const u8* codes, int lane) {
+    u8* to = data + next * (WARPS * CODES);
+    if (there)
+#pragma unroll
+      for (int i = 0; i < CODES / 512; i++) copy_unit(to + i * 512 + lane * 16, codes + i * 512 + lane * 16, true);
+    copies_commit();
+    if (++next == STAGES) next = 0;
+  }
+  __device__ __forceinline__ const u8* arrived() {
+    copies_wait<STAGES - 1>();
+    __syncwarp();
+    const u8* at = data + stage * (WARPS * CODES);
+    if (++stage == STAGES) stage = 0;
+    return at;
+  }
+};
+
 __device__ __forceinline__ float whole_of(const float* parts, int at, int width, int chunks, int share) {
   int panel = at / 64, first = panel * chunks / share, last = (panel * chunks + chunks - 1) / share;
   float sum = 0.f;
@@ -53,7 +80,7 @@ __device__ __forceinline__ float row_sum(float x, float* room, int thread) {
   return total;
 }
 
-__device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* room, int thread, bool write) {
+__device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int thread, bool write) {
   float v[PART_STEPS][4], squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PART_STEPS; i++) {
@@ -80,9 +107,8 @@ __device__ __forceinline__ void inputs_from_parts(const Call& c, u8* x, float* r
   for (int i = 0; i < PART_STEPS; i++) {
     int at = 4 * (thread + ROW_THREADS * i);
     if (at < c.inputs) {
-      float4 w = __ldg((const float4*)(c.norm + at));
-      v[i][0] = rounded(v[i][0] * factor * w.x), v[i][1] = rounded(v[i][1] * factor * w.y);
-      v[i][2] = rounded(v[i][2] * factor * w.z), v[i][3] = rounded(v[i][3] * factor * w.w);
+      v[i][0] = rounded(v[i][0] * factor * norm[i].x), v[i][1] = rounded(v[i][1] * factor * norm[i].y);
+      v[i][2] = rounded(v[i][2] * factor * norm[i].z), v[i][3] = rounded(v[i][3] * factor * norm[i].w);
     }
     if (at < c.inputs) *(uint2*)(x + 2 * at) = make_uint2(bfloat_pair(v[i][0], v[i][1]), bfloat_pair(v[i][2], v[i][3]));
   }
@@ -125,7 +151,8 @@ __device__ __forceinline__ void write_entry(const Call& c, float* room, int thre
 
 // What stands before the product, by the threads of a row. False where the block's work ends with it.
 template <int KIND>
-__device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, int first, int thread, bool streams) {
+__device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int first, int thread,
+                                            bool streams) {
   if (KIND == STREAMS) {
     float4 w[D_STEPS];
     norm_weights(w, c.streams, thread);
@@ -147,7 +174,7 @@ __device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, i
       if (thread < 32) coefficients(c.streams, room, 8, thread);
       return false;
     }
-    inputs_from_parts(c, x, room, thread, !streams);
+    inputs_from_parts(c, norm, x, room, thread, !streams);
     return streams;
   }
   wait_for_launch();
@@ -170,25 +197,33 @@ __device__ __forceinline__ bool take_inputs(const Call& c, u8* x, float* room, i
 template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
   extern __shared__ u8 raw[];
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
-  u8* x = raw + WARPS * STAGES * CODES;
+  u8* x = raw + min(STAGES * WARPS, c.share) * CODES;
   float* room = (float*)(x + 2 * c.inputs);
   float* sums_of_warps = room + 256;
   int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
   bool streams = block < c.blocks;
   if (!streams) first = end = 0;
-  Ring<STAGES, CODES> ring;
+  int panel = first / c.chunks, slots = first < end ? (end - 1) / c.chunks - panel + 1 : 0;
+  u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
+  // What is small comes first: behind a ring's chunks it would wait for all of them.
+#pragma unroll 1
+  for (int i = thread; i < end - first; i += THREADS) copy_scales(table + i, c.scales + first + i);
+  copies_commit();
+  float4 norm[PART_STEPS] = {};
+  if (KIND == PARTS)
+#pragma unroll
+    for (int i = 0; i < PART_STEPS; i++) {
+      int at = 4 * (thread + ROW_THREADS * i);
+      if (at < c.inputs) norm[i] = __ldg((const float4*)(c.norm + at));
+    }
+  Chunks<STAGES> ring;
   ring.open(raw, warp);
   int unit = first + warp, next = unit;
 #pragma unroll 1
-  for (int s = 1; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, nullptr, lane);
+  for (int s = 0; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
   let_next();
-  int panel = first / c.chunks, slots = first < end ? (end - 1) / c.chunks - panel + 1 : 0;
-  u32* table = (u32*)(sums_of_warps + slots * WARPS * 64);
-#pragma unroll 1
-  for (int i = thread; i < end - first; i += THREADS) table[i] = __ldg(c.scales + first + i);
-  if (thread < ROW_THREADS) {
-    if (!take_inputs<KIND>(c, x, room, first, thread, streams)) return;
-  } else if (!streams) return;
+  if (!take_inputs<KIND>(c, norm, x, room, first, thread, streams)) return;
+  copies_wait<STAGES>();
   __syncthreads();
 
 #pragma unroll 1
@@ -198,8 +233,9 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
 #pragma unroll 1
     for (; unit < stop; unit += WARPS, next += WARPS) {
       const u8* chunk = ring.arrived();
-      ring.fill(next < end, c.codes + (i64)next * CODES, nullptr, lane);
       add_fp8(sums, chunk, table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
+      __syncwarp();
+      ring.fill(next < end, c.codes + (i64)next * CODES, lane);
     }
     keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
   }

@@ -103,7 +103,7 @@ def _launch(
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
-    room = WARPS * STAGES * CODES + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
+    room = min(WARPS * STAGES, share) * CODES + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
     build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
     return out if whole else Parts(out, chunks, share)
 

@@ -519,7 +519,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend_one(const __grid_con
   Multiplier m{c, shared, warp >> 2, warp & 3, lane};
   bool window = x.share < rows.window_tiles, real = threadIdx.x < 64 && x.head + (int)threadIdx.x < c.heads;
   wait_for_launch();
-  let_next();
   int slot = c.slots[x.n], id = -1;
   if (threadIdx.x < TILE) id = rows.id_of(x, x.share * TILE + threadIdx.x);
   queries.ask(x);
@@ -537,6 +536,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend_one(const __grid_con
   if (threadIdx.x < 128) rows.finish(scales, window);
   copies_wait<0>();
   __syncthreads();
+  let_next();  // the next launch's weights would keep these rows waiting
 
   float s[32], acc[32], total = 0.f;
 #pragma unroll
