@@ -159,6 +159,16 @@ def test_outputs_are_quantised_for_the_next_product(linear_kernels: Builder) -> 
     assert torch.equal(quantised, quantise(plain, "fp8"))
 
 
+def test_stages_filled_behind_the_inputs_change_no_bit(linear_kernels: Builder) -> None:
+    torch.manual_seed(6)
+    weight, x = fp8(320, 1600), torch.randn(1, 1600).bfloat16()  # 125 chunks on two blocks: rings of four turn twice
+    early, late = (product_row(x, weight, near=soon, whole=False, build=linear_kernels, blocks=2) for soon in (False, True))
+    assert isinstance(early, Parts)
+    assert isinstance(late, Parts)
+    assert torch.equal(early.whole(), late.whole())
+    near(late.whole(), linear(x.float(), unpack_panels(weight)))
+
+
 def test_blocks_do_not_span_groups(linear_kernels: Builder) -> None:
     with pytest.raises(ValueError, match="a block would span groups"):
         product_row(torch.zeros(1, 128).bfloat16(), fp8(128, 64), groups=2, build=linear_kernels, blocks=1)

@@ -90,7 +90,7 @@ class OneRow:
         )  # fmt: skip
         narrow_NX = product_row(out_NHC.flatten(1), w.out_a, groups=c.o_groups, quantise=True)
         assert isinstance(narrow_NX, Tensor)
-        out = product_row(narrow_NX, w.out_b, whole=False)
+        out = product_row(narrow_NX, w.out_b, whole=False, near=True)
         assert isinstance(out, Parts)
         return out, mix, chosen
 

@@ -34,9 +34,10 @@ __device__ __forceinline__ void norm_weights(float4 (&w)[D_STEPS], const Streams
   }
 }
 
-// Writes the quantised input to `x`; `one` keeps a thread's normed values. 256 threads, whole warps.
+// Writes the quantised input to `x`; `one` keeps a thread's normed values. 256 threads, whole warps. `let`: the next launch comes in when
+// the row is here, so that its weights do not keep this waiting.
 __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const float4 (&w)[D_STEPS], const Streams& s, int thread,
-                                         bool write) {
+                                         bool write, bool let = false) {
 #pragma unroll
   for (int i = 0; i < D_STEPS; i++) {
     int d = 4 * (thread + 256 * i);
@@ -45,6 +46,7 @@ __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const 
   float total = 0.f;
   for (int part = thread & 31; part < s.count; part += 32) total += s.squares[part];
   float factor = 1.f / sqrtf(warp_sum(total) / s.width + s.norm_eps);
+  if (let) let_next();
 #pragma unroll
   for (int i = 0; i < D_STEPS; i++) {
     int d = 4 * (thread + 256 * i);

@@ -9,7 +9,7 @@ static const int STAGES = 4;
 static const int THREADS = 32 * WARPS;  // as many as norm and quantise a row
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
 static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
-static const int TOGETHER = 6;    // parts that are read at once
+static const int TOGETHER = 6;    // parts of a step that are read at once
 
 struct Call {
   const u8* codes;     // panels [P, chunks, 4096]
@@ -30,7 +30,7 @@ struct Call {
   const i64* cell;
   Streams streams;
   i64 code_slot, code_cell, scale_slot, scale_cell;
-  int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs, quantise;
+  int inputs, panels, chunks, share, blocks, groups, in_width, in_chunks, in_share, entry_width, pairs, quantise, ahead;
   float eps;
 };
 
@@ -80,27 +80,34 @@ __device__ __forceinline__ float row_sum(float x, float* room, int thread) {
   return total;
 }
 
-__device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int thread, bool write) {
+__device__ __forceinline__ void add_four(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
+template <class Behind>
+__device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int thread, bool write,
+                                                  const Behind& behind) {
   float v[PART_STEPS][4], squares = 0.f;
+  float4 own[PART_STEPS][TOGETHER];
+  int parts[PART_STEPS];
 #pragma unroll
   for (int i = 0; i < PART_STEPS; i++) {
-    int at = 4 * (thread + ROW_THREADS * i);
-    float sum[4] = {};
-    if (at < c.inputs) {
-      int panel = at / 64, first = panel * c.in_chunks / c.in_share, last = (panel * c.in_chunks + c.in_chunks - 1) / c.in_share;
+    int at = 4 * (thread + ROW_THREADS * i), panel = at / 64;
+    parts[i] = at < c.inputs ? (panel * c.in_chunks + c.in_chunks - 1) / c.in_share - panel * c.in_chunks / c.in_share + 1 : 0;
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++)
+      if (j < parts[i]) own[i][j] = *(const float4*)(c.parts + (i64)j * c.in_width + at);
+  }
+  behind();
+#pragma unroll
+  for (int i = 0; i < PART_STEPS; i++) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++)
+      if (j < parts[i]) add_four(sum, own[i][j]);
 #pragma unroll 1
-      for (int part = 0; part <= last - first; part += TOGETHER) {
-        float4 own[TOGETHER];
+    for (int j = TOGETHER; j < parts[i]; j++) add_four(sum, *(const float4*)(c.parts + (i64)j * c.in_width + 4 * (thread + ROW_THREADS * i)));
+    v[i][0] = rounded(sum.x), v[i][1] = rounded(sum.y), v[i][2] = rounded(sum.z), v[i][3] = rounded(sum.w);
 #pragma unroll
-        for (int j = 0; j < TOGETHER; j++)
-          if (part + j <= last - first) own[j] = *(const float4*)(c.parts + (i64)(part + j) * c.in_width + at);
-#pragma unroll
-        for (int j = 0; j < TOGETHER; j++)
-          if (part + j <= last - first) sum[0] += own[j].x, sum[1] += own[j].y, sum[2] += own[j].z, sum[3] += own[j].w;
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) v[i][e] = rounded(sum[e]), squares += v[i][e] * v[i][e];
+    for (int e = 0; e < 4; e++) squares += v[i][e] * v[i][e];
   }
   float factor = 1.f / sqrtf(row_sum(squares, room, thread) / c.inputs + c.eps);
 #pragma unroll
@@ -149,16 +156,17 @@ __device__ __forceinline__ void write_entry(const Call& c, float* room, int thre
     c.entry_scales[slot * c.scale_slot + cell * c.scale_cell + d / 32] = (u8)(__float_as_uint(scale) >> 23);
 }
 
-// What stands before the product, by the threads of a row. False where the block's work ends with it.
-template <int KIND>
+// What stands before the product, by the threads of a row; `behind` is called when its loads are on their way. False where the block's
+// work ends with it.
+template <int KIND, class Behind>
 __device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int first, int thread,
-                                            bool streams) {
+                                            bool streams, const Behind& behind) {
   if (KIND == STREAMS) {
     float4 w[D_STEPS];
     norm_weights(w, c.streams, thread);
     wait_for_launch();
     float one[D_STEPS][4];
-    norm_row(one, x, w, c.streams, thread, !streams);
+    norm_row(one, x, w, c.streams, thread, !streams, true);
     return streams;
   }
   if (KIND == PARTS) {
@@ -174,7 +182,7 @@ __device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[
       if (thread < 32) coefficients(c.streams, room, 8, thread);
       return false;
     }
-    inputs_from_parts(c, norm, x, room, thread, !streams);
+    inputs_from_parts(c, norm, x, room, thread, !streams, behind);
     return streams;
   }
   wait_for_launch();
@@ -185,6 +193,7 @@ __device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[
     int at = 4 * (thread + ROW_THREADS * i);
     v[i] = at < c.inputs ? *(const uint2*)(row + at) : make_uint2(0, 0);
   }
+  behind();
 #pragma unroll
   for (int i = 0; i < ROW_STEPS; i++) {
     int at = 4 * (thread + ROW_THREADS * i);
@@ -220,9 +229,13 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
   ring.open(raw, warp);
   int unit = first + warp, next = unit;
 #pragma unroll 1
-  for (int s = 0; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
-  let_next();
-  if (!take_inputs<KIND>(c, norm, x, room, first, thread, streams)) return;
+  for (int s = 0; s < c.ahead; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
+  if (KIND != STREAMS) let_next();
+  auto behind = [&] {
+#pragma unroll 1
+    for (int s = c.ahead; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
+  };
+  if (!take_inputs<KIND>(c, norm, x, room, first, thread, streams, behind)) return;
   copies_wait<STAGES>();
   __syncthreads();
 

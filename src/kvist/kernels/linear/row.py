@@ -21,6 +21,8 @@ from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, 
 
 WARPS = 8
 STAGES = 4
+NEAR = 2
+"""Stages that a launch fills before its inputs where these are near: what a multiprocessor asks for comes back in order."""
 THREADS = 32 * WARPS
 ROW_THREADS = 256
 MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
@@ -31,7 +33,7 @@ _POINTERS = (
 )  # fmt: skip
 _STRIDES = ("code_slot", "code_cell", "scale_slot", "scale_cell")
 _COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs",
-           "quantise")  # fmt: skip
+           "quantise", "ahead")  # fmt: skip
 
 
 class _Call(ctypes.Structure):
@@ -85,7 +87,7 @@ def _check(kernel: str, weight: PanelWeight) -> None:
 
 def _launch(
     kernel: str, weight: PanelWeight, whole: bool, extra: int, build: Build, blocks: int | None,
-    pointers: dict[str, Tensor | None], numbers: dict[str, object],
+    pointers: dict[str, Tensor | None], numbers: dict[str, object], ahead: int = STAGES,
 ) -> Tensor | Parts:  # fmt: skip
     _check(kernel, weight)
     device = weight.codes.device
@@ -100,6 +102,7 @@ def _launch(
     given = {"codes": weight.codes, "scales": weight.scales, "out" if whole else "out_parts": out} | pointers
     counts = {
         "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
+        "ahead": ahead,
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
@@ -110,10 +113,10 @@ def _launch(
 
 def product_row(
     x_NI: Tensor, weight: PanelWeight, *, groups: int = 1, quantised: bool = True, whole: bool = True, quantise: bool = False,
-    build: Build = built, blocks: int | None = None,
+    near: bool = False, build: Build = built, blocks: int | None = None,
 ) -> Tensor | Parts:  # fmt: skip
     """Contiguous bfloat16 [1, G * I] -> bfloat16 [1,O], or its parts. Not `quantised`: the input is, in this launch; `quantise`:
-    whole outputs are.
+    whole outputs are; `near`: the launch before is short, or leaves no room beside it.
 
     `groups` of the weight's outputs read parts of the row, as in `linear`; blocks must not span groups.
     """
@@ -124,7 +127,8 @@ def product_row(
             f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
         )
     kernel = "from_row" if quantised else "from_row_quantised"
-    return _launch(kernel, weight, whole, 0, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)})
+    return _launch(kernel, weight, whole, 0, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)},
+                   NEAR if near else STAGES)  # fmt: skip
 
 
 def product_of_streams(
@@ -163,6 +167,6 @@ def product_of_parts(
         "scale_slot": entry.scales.stride(0), "scale_cell": entry.scales.stride(1),
     }  # fmt: skip
     numbers["streams"] = head.call(mix)
-    out = _launch("from_parts", weight, True, 3, build, blocks, pointers, numbers)
+    out = _launch("from_parts", weight, True, 3, build, blocks, pointers, numbers, NEAR)
     assert isinstance(out, Tensor)
     return out, rank, mix
