@@ -35,6 +35,7 @@ MEANING = {
     "factor_pair": "return two_bfloats(of_e4m3(scales & 255) * ldexpf(1, 117), of_e4m3(scales >> 8 & 255) * ldexpf(1, 117));",
     "copy_word": "*to = *(const u32*)from;",
     "copy_unit": "real ? memcpy(to, from, 16) : memset(to, 0, 16);",
+    "copy_once": "memcpy(shared_memory + to, from, 16);",
     "fetch_unit": "memcpy(to, from, 16);",
     "fetch_word": "memcpy(to, from, 4);",
     "count_if": "if (order) bins[order >> BIN_SHIFT]++;",

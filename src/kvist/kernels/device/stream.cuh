@@ -32,6 +32,14 @@ __device__ __forceinline__ void wait(u32 at, int parity) {
 __device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
+// The same for weights, which nobody reads again soon: they leave L2 before code and rows do. `to` is an address in shared memory that no
+// compiler can see to be the same for all lanes plus a lane's own part (`own_address`): some encode a policy beside such a sum wrongly.
+__device__ __forceinline__ void copy_once(u32 to, const void* from) {
+  const unsigned long long evict_first = 0x12F0000000000000ull;  // what `createpolicy.fractional.L2::evict_first`, 1.0, gives
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(evict_first) : "memory");
+}
+// A warp's address, the same in all lanes, as a value that lanes hand to each other.
+__device__ __forceinline__ u32 own_address(const void* p) { return __shfl_sync(0xFFFFFFFF, shared_address(p), 0); }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 __device__ __forceinline__ void group_barrier(int name, int threads) {
@@ -264,11 +272,11 @@ template <int STAGES, int BYTES> struct Ring {
   // Begins to read a chunk, or nothing where there is none: every turn counts. A stage is filled again when its chunk has been read and
   // `arrived` has been called once more.
   __device__ __forceinline__ void fill(bool there, const u8* codes, const u8* scales, int lane) {
-    u8* to = data + next * BYTES;
+    u32 to = own_address(data + next * BYTES) + lane * 16;
     if (there) {
 #pragma unroll
-      for (int i = 0; i < CODES / 512; i++) copy_unit(to + i * 512 + lane * 16, codes + i * 512 + lane * 16, true);
-      if (scales && lane < FP4_SCALES / 16) copy_unit(to + CODES + lane * 16, scales + lane * 16, true);
+      for (int i = 0; i < CODES / 512; i++) copy_once(to + i * 512, codes + i * 512 + lane * 16);
+      if (scales && lane < FP4_SCALES / 16) copy_once(to + CODES, scales + lane * 16);
     }
     copies_commit();
     if (++next == STAGES) next = 0;
