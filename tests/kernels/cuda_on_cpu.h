@@ -38,12 +38,12 @@ static float2 make_float2(float a, float b) { return {a, b}; }
 static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 // Fibers. ---------------------------------------------------------------------------------------------------------------------
-static const int MOST_THREADS = 1024, MOST_BLOCKS = 10;  // blocks: of a cluster, which run side by side
+static const int MOST_THREADS = 1024, MOST_CLUSTER = 16;  // blocks: of a cluster, which run side by side
 static const size_t STACK_BYTES = 96 << 10;
 static Place threadIdx, blockIdx, gridDim;
 static int threads_of_block, blocks_of_cluster, fiber;
-static ucontext_t scheduler, fibers[MOST_BLOCKS * MOST_THREADS];
-static bool finished[MOST_BLOCKS * MOST_THREADS];
+static ucontext_t scheduler, fibers[MOST_CLUSTER * MOST_THREADS];
+static bool finished[MOST_CLUSTER * MOST_THREADS];
 static long progress;  // barriers passed: without any for long, the block hangs
 static std::function<void()> body;
 
@@ -69,8 +69,11 @@ struct Gate {  // a barrier of threads
   void pass(int count) { leave(enter(count)); }
 };
 struct Arrivals {
-  int expected = 0, left = 0;
+  int expected = 0, left = 0, bytes = 0;
   unsigned phase = 0;
+  void turn() {
+    if (left == 0 && bytes == 0) left = expected, phase++, progress++;
+  }
 };
 struct Block {
   Gate gates[16], warps[MOST_THREADS / 32];
@@ -78,10 +81,10 @@ struct Block {
   Arrivals arrivals[1 << 15];
   unsigned char* memory = (unsigned char*)aligned_alloc(1 << 18, 1 << 18);
 };
-static Block cluster[MOST_BLOCKS], *block;
+static Block cluster[MOST_CLUSTER], *block;
 static unsigned char* shared_memory;  // of the block whose thread runs
 static Gate cluster_gate;
-static unsigned cluster_turns[MOST_BLOCKS * MOST_THREADS];
+static unsigned cluster_turns[MOST_CLUSTER * MOST_THREADS];
 
 static void enter() {
   body();
@@ -91,7 +94,7 @@ static void enter() {
 }
 // 0, or 1 if the block hangs.
 static int run_blocks(int blocks, int threads, int together, std::function<void()> kernel) {
-  static char* stacks = (char*)malloc(MOST_BLOCKS * MOST_THREADS * STACK_BYTES);
+  static char* stacks = (char*)malloc(MOST_CLUSTER * MOST_THREADS * STACK_BYTES);
   body = kernel;
   gridDim = {(unsigned)blocks, 1, 1};
   threads_of_block = threads;
@@ -213,16 +216,26 @@ static float of_e4m3(unsigned code) {
 }
 
 // Shared memory. --------------------------------------------------------------------------------------------------------------
-static void arrivals_init(unsigned at, int count) { block->arrivals[at / 8] = {count, count, 0}; }
+static void arrivals_init(unsigned at, int count) { block->arrivals[at / 8] = {count, count, 0, 0}; }
 static void arrivals_arrive(unsigned at) {
   Arrivals& a = block->arrivals[at / 8];
-  if (--a.left == 0) a.left = a.expected, a.phase++, progress++;
+  a.left--, a.turn();
 }
 static void arrivals_wait(unsigned at, int parity) {
   while ((int)(block->arrivals[at / 8].phase & 1) == parity) take_turns();
 }
+// The same, and so many bytes that other blocks send; they may come before.
+static void arrivals_expect(unsigned at, int bytes) { block->arrivals[at / 8].bytes += bytes, arrivals_arrive(at); }
 // An address in another block of the cluster: the block's number + 1 above 20 bits.
 static unsigned char* in_cluster(unsigned at) { return cluster[(at >> 20) - 1].memory + (at & 0xFFFFF); }
+static void arrivals_sent(unsigned at, int bytes) {
+  Arrivals& a = cluster[(at >> 20) - 1].arrivals[(at & 0xFFFFF) / 8];
+  a.bytes -= bytes, a.turn();
+}
+static void arrivals_arrive_in(unsigned at) {
+  Arrivals& a = cluster[(at >> 20) - 1].arrivals[(at & 0xFFFFF) / 8];
+  a.left--, a.turn();
+}
 static void cluster_enter() { cluster_turns[fiber] = cluster_gate.enter(blocks_of_cluster * threads_of_block); }
 static void cluster_leave() { cluster_gate.leave(cluster_turns[fiber]); }
 
@@ -235,6 +248,11 @@ static void store_turned(unsigned at, unsigned a, unsigned b, unsigned c, unsign
       unsigned short half = tiles[i] >> (16 * e);
       memcpy(shared_memory + to + lane_here() / 4 * 2, &half, 2);
     }
+}
+
+// Four tiles of 8 x 8 halves as products hold them: row r of tile i goes to the address that lane 8 i + r gives.
+static void store_straight(unsigned at, const unsigned* a) {
+  for (int i = 0; i < 4; i++) memcpy(shared_memory + from_lane(at, 8 * i + lane_here() / 4) + (lane_here() & 3) * 4, &a[i], 4);
 }
 
 // Matrix products. ------------------------------------------------------------------------------------------------------------
@@ -252,8 +270,9 @@ static float by_rows(wide_word d, int row, int k) {
 static float by_columns(wide_word d, int n, int k) {
   return swizzled(offset_at(d, 0) + n / 64 * offset_at(d, 16) + n % 64 * 2 + k / 8 * offset_at(d, 32) + k % 8 * 128);
 }
-// d [64,N] (+)= a [64,16] x b [16,N]; `fragments` holds a thread's part of a, or a is in shared memory.
-static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low, unsigned b_low, int keep, bool columns) {
+// d [64,N] (+)= a [64,16] x b [16,N]; `fragments` holds a thread's part of a, or a is in shared memory (`turned`: as its transpose).
+static void multiply(
+    float* d, int N, const unsigned* fragments, unsigned a_low, unsigned b_low, int keep, bool columns, bool turned = false) {
   wide_word a = a_low | HIGH_WORD, b = b_low | HIGH_WORD;
   int row = (threadIdx.x >> 5 & 3) * 16 + lane_here() / 4, own = lane_here() & 3;
   if (fragments) {
@@ -262,7 +281,7 @@ static void multiply(float* d, int N, const unsigned* fragments, unsigned a_low,
   }
   for (int h = 0; h < 2; h++) {
     float left[16];
-    for (int k = 0; k < 16 && !fragments; k++) left[k] = by_rows(a, row + 8 * h, k);
+    for (int k = 0; k < 16 && !fragments; k++) left[k] = turned ? by_columns(a, row + 8 * h, k) : by_rows(a, row + 8 * h, k);
     for (int q = 0; q < 4 && fragments; q++)
       for (int half = 0; half < 2; half++) {
         unsigned pair = block->lane_fragments[(threadIdx.x & ~3) | q][2 * half + h];

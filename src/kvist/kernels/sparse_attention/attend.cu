@@ -2,16 +2,17 @@
 // `stream.cuh` and `rows.cuh`.
 //
 // A block owns one query, up to 64 of its heads, a share of its tiles of 64 keys and a part of the output channels. Eight warps expand
-// packed rows to bfloat16 tiles in shared memory, eight keys each; two warpgroups multiply: the first scores even tiles, the second odd
-// ones, each sums its half of the block's channels. Shares of a query are a cluster of blocks that join through each other's shared
-// memory. Every eight channels lie in the order 0 4 1 5 2 6 3 7, in which the nibbles of a word come apart. Values are kept times
-// 2^-9, so that a code and its scale need one product. Knows no requests and no layers.
+// packed rows to bfloat16 tiles in shared memory, eight keys each; two warpgroups multiply: the first scores and weighs every tile and sums
+// values of fewer channels, the second only sums those of the others. So nothing but a free buffer stands between tiles. Shares of a query
+// are a cluster of blocks, which send each other their sums. Every eight channels lie in the order 0 4 1 5 2 6 3 7, in which the nibbles of
+// a word come apart. Values are kept times 2^-9, so that a code and its scale need one product. Knows no requests and no layers.
 
 static const int MOST_TILES = 10;       // a share
 static const int PRODUCERS = 256;       // threads that expand rows
 static const int Q_AT = 0, K_AT = 65536, P_AT = 196608, ROWS_AT = 212992;
 static const int STATS_AT = ROWS_AT + 2 * MOST_TILES * TILE * 8;
 static const int BARRIERS_AT = STATS_AT + 2048;
+static const int SINKS_AT = P_AT + 4096;        // where shares are joined, behind their peaks and totals
 static const int VALID_AT = BARRIERS_AT + 128;  // which keys of a half tile exist
 static const float SLACK = 8.f;         // how far (powers of 2) a score may exceed the peak before sums are scaled again
 
@@ -22,15 +23,14 @@ __device__ __forceinline__ u32 address_in(u32 at, int block) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
   return there;
 }
-__device__ __forceinline__ float4 read_from(u32 at) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
-  return v;
+// A run of bytes into another block's shared memory, and as many that this block awaits.
+__device__ __forceinline__ void send_run(u32 at, const u8* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(at),
+               "r"(shared_address(from)), "r"(bytes), "r"(barrier)
+               : "memory");
 }
-__device__ __forceinline__ float2 read_pair_from(u32 at) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
-  return v;
+__device__ __forceinline__ void expect_sent(u32 at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
 // Matrix products: A and B are tiles in shared memory, swizzled by 128 bytes.
@@ -51,51 +51,128 @@ __device__ __forceinline__ void product_scores(float (&d)[32], u32 a, u32 b, int
       : "r"(a), "r"(b), "r"(keep));
 }
 
-// Heads x channels, 16 keys a step: values are contiguous in channels.
-__device__ __forceinline__ void values_128(float (&d)[64], u32 a, u32 b) {
+// Heads x channels, 16 keys a step: values are contiguous in channels; probabilities in shared memory, or a thread's own.
+__device__ __forceinline__ void values_192(float* d, u32 a, u32 b) {
+  asm volatile(
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%96, " HIGH "};\nmov.b64 b, {%97, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+      "}, a, b, 1, 1, 1, 0, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+      : "r"(a), "r"(b));
+}
+__device__ __forceinline__ void values_128(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%64, " HIGH "};\nmov.b64 b, {%65, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-      "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a), "r"(b));
 }
-__device__ __forceinline__ void values_64(float (&d)[32], u32 a, u32 b) {
+__device__ __forceinline__ void values_64(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%32, " HIGH "};\nmov.b64 b, {%33, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-      "%25, %26, %27, %28, %29, %30, %31"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31"
       "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a), "r"(b));
 }
-__device__ __forceinline__ void values_32(float (&d)[16], u32 a, u32 b) {
+__device__ __forceinline__ void values_32(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%16, " HIGH "};\nmov.b64 b, {%17, " HIGH "};\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
       "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "r"(a), "r"(b));
 }
-__device__ __forceinline__ void product_values(float (&d)[64], u32 a, u32 b) { values_128(d, a, b); }
-__device__ __forceinline__ void product_values(float (&d)[32], u32 a, u32 b) { values_64(d, a, b); }
-__device__ __forceinline__ void product_values(float (&d)[16], u32 a, u32 b) { values_32(d, a, b); }
+__device__ __forceinline__ void own_values_192(float* d, const u32* p, u32 b) {
+  asm volatile(
+      "{\n.reg .b64 b;\nmov.b64 b, {%100, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+      "}, {%96, %97, %98, %99}, b, 1, 1, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
+}
+__device__ __forceinline__ void own_values_64(float* d, const u32* p, u32 b) {
+  asm volatile(
+      "{\n.reg .b64 b;\nmov.b64 b, {%36, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
+}
+__device__ __forceinline__ void own_values_32(float* d, const u32* p, u32 b) {
+  asm volatile(
+      "{\n.reg .b64 b;\nmov.b64 b, {%20, " HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, b, 1, 1, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
+}
+template <int N> __device__ __forceinline__ void product_values(float* d, u32 a, u32 b) {
+  if constexpr (N == 192) values_192(d, a, b);
+  else if constexpr (N == 128) values_128(d, a, b);
+  else if constexpr (N == 64) values_64(d, a, b);
+  else if constexpr (N == 32) values_32(d, a, b);
+}
+template <int N> __device__ __forceinline__ void product_own(float* d, const u32* p, u32 b) {
+  if constexpr (N == 192) own_values_192(d, p, b);
+  else if constexpr (N == 64) own_values_64(d, p, b);
+  else own_values_32(d, p, b);
+}
 
 // Eight channels as bfloat16: from their own order to that of tiles, and back.
 __device__ __forceinline__ uint4 tile_order(uint4 v) {
@@ -160,6 +237,12 @@ template <int PARTS> __device__ __forceinline__ Item item_of(const Call& c, int 
   return x;
 }
 
+// The same number, computed again wherever it is used: what follows from a lane costs less than the registers to keep it.
+__device__ __forceinline__ int fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Addresses of the barriers: tiles full (buffer) and free (buffer, half), probabilities ready (buffer), queries full and free.
 struct Barriers {
   u32 base;
@@ -168,6 +251,8 @@ struct Barriers {
   __device__ u32 ready(int b) { return base + 64 + 8 * b; }
   __device__ u32 queries() { return base + 80; }
   __device__ u32 queries_free() { return base + 88; }
+  __device__ u32 joined() { return base + 112; }
+  __device__ u32 summed(int item) { return base + 96 + 8 * (item & 1); }
 };
 
 // Queries of an item into shared memory, rotated where a table is given, by 256 threads. A thread has one unit of 8 channels of every
@@ -201,12 +286,6 @@ struct Unit {
   uint4 code[4];
   u32 scale[4];
 };
-
-// The same number, computed again wherever it is used: what follows from a lane costs less than the registers to keep it.
-__device__ __forceinline__ int fresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 struct Producer {
   const Call& c;
@@ -381,27 +460,33 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
   }
 }
 
-// A warpgroup's sums: COUNT accumulators of WIDTH registers, 2 WIDTH channels each.
+// The channels of a block's part that the scoring group sums (OWN), and those of the other group (two products).
 template <int PARTS> struct Width {
-  static const int COUNT = PARTS == 1 ? 2 : 1, WIDTH = PARTS == 1 ? 64 : 128 / PARTS;
+  static const int OWN = PARTS == 1 ? 192 : PARTS == 8 ? 32 : 64;
+  static const int FIRST = PARTS == 1 ? 192 : PARTS == 2 ? 192 : PARTS == 4 ? 64 : 32, SECOND = PARTS == 1 ? 128 : 0;
   static const int CHANNELS_HERE = CHANNELS / PARTS;  // of the block
-  static const int STRIDE = CHANNELS_HERE + 8;        // floats from head to head where shares are joined
-  static const int TOGETHER = PARTS <= 2 ? 4 : 8 / PARTS;  // units of 8 channels whose shares a thread reads at once
-  static const int AHEAD = PARTS <= 2 ? 2 : 4;             // shares of these
+  // Shares are joined in planes of these.
+  static const int PLANES = PARTS == 1 ? 2 : 1, WIDE = CHANNELS_HERE / PLANES, PLANE_BYTES = 64 * WIDE * 4;
 };
 
-template <int PARTS> struct Consumer {
+// The best key alone weighs more than 1/2: a sum of 0 means no key (and NaN is not 0). 512 undoes the keys' 2^-9.
+__device__ __forceinline__ float share_of_one(float sum, float highest, float sink) {
+  return sum == 0.f ? 0.f : 512.f / (sum + power2(sink * LOG2_E - highest));
+}
+
+// GROUP 0 scores and weighs every tile, both add up values of their channels.
+template <int PARTS, int GROUP> struct Consumer {
   typedef Width<PARTS> W;
-  typedef float Sums[W::COUNT][W::WIDTH];
+  static const int BASE = GROUP ? W::OWN : 0, COUNT = (GROUP ? W::FIRST + W::SECOND : W::OWN) / 2;  // first channel of the part, sums
+  typedef float Sums[COUNT];
   const Call& c;
   u8* shared;
   Barriers bars;
-  int group, warp, lane;  // group 0 scores even tiles, group 1 odd ones
-  float peak[2], total[2];
+  int warp, lane;
+  float peak[2], total[2];  // of GROUP 0
 
-  __device__ __forceinline__ float* peaks(int b) { return (float*)(shared + STATS_AT) + b * 64; }
   __device__ __forceinline__ float* shrinks(int b) { return (float*)(shared + STATS_AT + 512) + b * 64; }
-  __device__ __forceinline__ float* sums(int item) { return (float*)(shared + STATS_AT + 1024) + (item & 1) * 128; }
+  __device__ __forceinline__ float* factors(int item) { return (float*)(shared + STATS_AT + 1024) + (item & 1) * 64; }
   __device__ __forceinline__ int row() { return warp * 16 + (lane >> 2); }
 
   __device__ __forceinline__ void score(float (&s)[32], int b) {
@@ -415,21 +500,21 @@ template <int PARTS> struct Consumer {
     products_end();
   }
 
-  // Probabilities of the tile in buffer b, its peaks and shrink factors, for both groups.
-  __device__ __forceinline__ void weigh(float (&s)[32], int b, float (&shrink)[2]) {
+  // Probabilities of the tile in buffer b, for this group in `p`, and shrink factors.
+  __device__ __forceinline__ void weigh(float (&s)[32], int b, float (&shrink)[2], u32 (&p)[16]) {
     const u32* valid = (const u32*)(shared + VALID_AT);
+    int lane = fresh(this->lane), row = warp * 16 + (lane >> 2), column = 2 * (lane & 3);
     u32 low = valid[2 * b], high = valid[2 * b + 1];
-    int column = 2 * (lane & 3);
     if ((low & high) != ~0u) {
+      low >>= column, high >>= column;
 #pragma unroll
       for (int j = 0; j < 8; j++)
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          bool here = ((j < 4 ? low : high) >> ((8 * j + column + k) & 31)) & 1;
-          if (!here) s[4 * j + k] = s[4 * j + 2 + k] = -__int_as_float(0x7F800000);
-        }
+        for (int k = 0; k < 2; k++)
+          if (!((j < 4 ? low : high) & (1u << ((8 * j + k) & 31)))) s[4 * j + k] = s[4 * j + 2 + k] = -__int_as_float(0x7F800000);
     }
-    u8* to = shared + P_AT + b * CHUNK + row() * 128 + (lane & 3) * 4;
+    // Rows h * 8 apart share their place in the swizzle.
+    int to = P_AT + b * CHUNK + row * 128 + (((row & 7) << 4) | ((lane & 3) << 2));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float most = s[2 * h];
@@ -447,96 +532,100 @@ template <int PARTS> struct Consumer {
       for (int j = 0; j < 8; j++) {
         float p0 = power2(fmaf(s[4 * j + 2 * h], c.scale, -higher)), p1 = power2(fmaf(s[4 * j + 2 * h + 1], c.scale, -higher));
         sum += p0 + p1;
-        // Rows h * 8 apart share their place in the swizzle.
-        *(u32*)(to + h * 1024 + ((j ^ (row() & 7)) << 4)) = bfloat_pair(p0, p1);
+        p[2 * j + h] = bfloat_pair(p0, p1);
+        *(u32*)(shared + ((to ^ (j << 4)) + h * 1024)) = p[2 * j + h];
       }
       total[h] = total[h] * shrink[h] + sum;
-      if ((lane & 3) == 0) {
-        peaks(b)[row() + 8 * h] = higher;
-        shrinks(b)[row() + 8 * h] = shrink[h];
-      }
+      if ((lane & 3) == 0) shrinks(b)[row + 8 * h] = shrink[h];
     }
     barriers_ready();
     __syncwarp();
     if (lane == 0) arrive(bars.ready(b));
   }
 
-  // Take over the other group's peaks of the tile in buffer b.
   __device__ __forceinline__ void follow(int b, float (&shrink)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      shrink[h] = shrinks(b)[row() + 8 * h];
-      peak[h] = peaks(b)[row() + 8 * h];
-      total[h] *= shrink[h];
-    }
+    for (int h = 0; h < 2; h++) shrink[h] = shrinks(b)[row() + 8 * h];
   }
 
   __device__ __forceinline__ void shrink_sums(Sums& acc, const float (&shrink)[2]) {
     if (__all_sync(~0u, shrink[0] == 1.f && shrink[1] == 1.f)) return;
 #pragma unroll
-    for (int a = 0; a < W::COUNT; a++)
-#pragma unroll
-      for (int i = 0; i < W::WIDTH; i++) acc[a][i] *= shrink[(i >> 1) & 1];
+    for (int i = 0; i < COUNT; i++) acc[i] *= shrink[(i >> 1) & 1];
   }
 
-  // acc += probabilities x values of the tile in buffer b, this group's half of the block's channels.
+  // acc += probabilities x values of the tile in buffer b, this group's channels of the block's.
+  __device__ __forceinline__ u32 values_at(const Item& x, int b) {
+    int channel = x.part * W::CHANNELS_HERE + BASE;
+    return descriptor(shared_address(shared + K_AT + 8 * b * CHUNK + (channel >> 6) * CHUNK + (channel & 63) * 2), CHUNK);
+  }
+  __device__ __forceinline__ void gather_own(Sums& acc, const u32 (&p)[16], const Item& x, int b) {
+    u32 k = values_at(x, b);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < 4; step++) product_own<W::OWN>(acc, p + 4 * step, k + step * 128);
+    products_end();
+  }
   __device__ __forceinline__ void gather(Sums& acc, const Item& x, int b) {
-    int channel = x.part * W::CHANNELS_HERE + group * (W::CHANNELS_HERE / 2);
-    u32 p = descriptor(shared_address(shared + P_AT + b * CHUNK), 16);
-    u32 k = descriptor(shared_address(shared + K_AT + 8 * b * CHUNK + (channel >> 6) * CHUNK + (channel & 63) * 2), CHUNK);
+    u32 p = descriptor(shared_address(shared + P_AT + b * CHUNK), 16), k = values_at(x, b);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-#pragma unroll
-      for (int a = 0; a < W::COUNT; a++) product_values(acc[a], p + step * 2, k + step * 128 + a * 2 * CHUNK / 16);
+      product_values<W::FIRST>(acc, p + step * 2, k + step * 128);
+      if (W::SECOND) product_values<W::SECOND>(acc + W::FIRST / 2, p + step * 2, k + step * 128 + W::FIRST / 64 * (CHUNK / 16));
       if (step & 1) products_end();
     }
   }
-  __device__ __forceinline__ void release(int b) {
-    products_wait<1>();
+  __device__ __forceinline__ void free_half(int b, int half) {
     __syncwarp();
-    if (lane == 0) arrive(bars.free_(b, 0));
-    products_wait<0>();
-    __syncwarp();
-    if (lane == 0) arrive(bars.free_(b, 1));
+    if (lane == 0) arrive(bars.free_(b, half));
   }
 
-  // Whole rows' totals, from what the groups summed over their own tiles.
-  __device__ __forceinline__ void join_totals(int item) {
-    float* mine = sums(item);
+  // Whole rows' totals.
+  __device__ __forceinline__ void join_totals() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       total[h] += __shfl_xor_sync(~0u, total[h], 1);
       total[h] += __shfl_xor_sync(~0u, total[h], 2);
-      if ((lane & 3) == 0) mine[group * 64 + row() + 8 * h] = total[h];
     }
-    group_barrier(1, 256);
-#pragma unroll
-    for (int h = 0; h < 2; h++) total[h] = mine[row() + 8 * h] + mine[64 + row() + 8 * h];
   }
-  // The best key alone weighs more than 1/2: a sum of 0 means no key (and NaN is not 0). 512 undoes the keys' 2^-9.
-  __device__ __forceinline__ float share_of_one(float sum, float highest, int head) {
-    return sum == 0.f ? 0.f : 512.f / (sum + power2(c.sink[head] * LOG2_E - highest));
+  __device__ __forceinline__ void ask_sinks(const Item& x, float (&sink)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) sink[h] = c.sink[min(x.head + row() + 8 * h, c.heads - 1)];
+  }
+  // What outputs are multiplied by: the first group tells the other one.
+  __device__ __forceinline__ void leave_factors(int item, const float (&sink)[2], float (&by)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      by[h] = share_of_one(total[h], peak[h], sink[h]);
+      if ((lane & 3) == 0) factors(item)[row() + 8 * h] = by[h];
+    }
+    __syncwarp();
+    if (lane == 0) arrive(bars.summed(item));
+  }
+  __device__ __forceinline__ void take_factors(int item, float (&by)[2]) {
+    wait(bars.summed(item), (item >> 1) & 1);
+#pragma unroll
+    for (int h = 0; h < 2; h++) by[h] = factors(item)[row() + 8 * h];
   }
 
   // Outputs of a block that had all keys: four lanes exchange words, so that each has 8 channels in a row.
-  __device__ __forceinline__ void write_out(Sums& acc, const Item& x) {
+  __device__ __forceinline__ void write_out(Sums& acc, const Item& x, const float (&by)[2]) {
     int q = lane & 3;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       int head = x.head + row() + 8 * h;
       bool real = head < c.heads;
-      float by = real ? share_of_one(total[h], peak[h], head) : 0.f;
-      int first = (x.part * W::CHANNELS_HERE + group * (W::CHANNELS_HERE / 2)) / 8 + q;
+      int first = (x.part * W::CHANNELS_HERE + BASE) / 8 + q;
       u8* to = c.out + ((i64)x.n * c.heads + head) * CHANNELS * 2;
 #pragma unroll
-      for (int four = 0; four < W::COUNT * W::WIDTH / 16; four++) {
+      for (int four = 0; four < COUNT / 16; four++) {
         u32 w[4];
 #pragma unroll
         for (int g = 0; g < 4; g++) {
           int at = 4 * four + g;
-          const float* pair = &acc[at / (W::WIDTH / 4)][4 * (at % (W::WIDTH / 4)) + 2 * h];
-          w[g] = bfloat_pair(pair[0] * by, pair[1] * by);
+          const float* pair = &acc[4 * at + 2 * h];
+          w[g] = bfloat_pair(pair[0] * by[h], pair[1] * by[h]);
         }
         // Afterwards lane q has the four words of group q.
 #pragma unroll
@@ -548,152 +637,202 @@ template <int PARTS> struct Consumer {
         u32 a = __shfl_xor_sync(~0u, q & 2 ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, q & 2 ? w[1] : w[3], 2);
         uint4 v = own_order(q & 2 ? make_uint4(a, b, w[2], w[3]) : make_uint4(w[0], w[1], a, b));
         int unit = first + 4 * four;
-        if (real) *(uint4*)(to + unit * 16) = Turn(c, x.n, unit, -1.f).of(v);
+        if (real) *(uint4*)(to + unit * 16) = v;
       }
+    }
+    // What is rotated is read again: few channels are, and the code for them would stand at every store.
+#pragma unroll 1
+    for (int i = 0; i < COUNT / 8; i++) {
+      int head = x.head + row() + 8 * (i & 1), unit = (x.part * W::CHANNELS_HERE + BASE) / 8 + q + i / 2 * 4;
+      if (head >= c.heads || unit * 8 + 8 <= CHANNELS - 2 * c.turned) continue;
+      uint4* at = (uint4*)(c.out + ((i64)x.n * c.heads + head) * CHANNELS * 2) + unit;
+      *at = Turn(c, x.n, unit, -1.f).of(*at);
     }
   }
 
-  // Join the cluster's shares: every block leaves its sums, peaks and totals in its own shared memory and adds up every `splits`-th
-  // run of outputs.
-  __device__ __forceinline__ void join_shares(Sums& acc, const Item& x) {
-    float* mine = (float*)(shared + K_AT);
-    float2* of_rows = (float2*)(shared + STATS_AT);
+  // This share's sums and peaks, where the other blocks' copies find them; units of 8 channels change places within a row.
+  __device__ __forceinline__ void leave_share(Sums& acc, const Item& x) {
+    group_barrier(1, 256);  // both groups have read what is written over
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      if (group == 0 && (lane & 3) == 0) of_rows[row() + 8 * h] = make_float2(peak[h], total[h]);
-      float* to = mine + (row() + 8 * h) * W::STRIDE + group * (W::CHANNELS_HERE / 2) + 2 * (lane & 3);
+      int lane = fresh(this->lane), row = warp * 16 + (lane >> 2) + 8 * h;
+      if (GROUP == 0 && (lane & 3) == 0) {
+        ((float2*)(shared + P_AT))[x.split * 64 + row] = make_float2(peak[h], total[h]);
+        ((float*)(shared + SINKS_AT))[row] = c.sink[min(x.head + row, c.heads - 1)];
+      }
 #pragma unroll
-      for (int j = 0; j < W::COUNT * W::WIDTH / 4; j++) {
-        const float* pair = &acc[j / (W::WIDTH / 4)][4 * (j % (W::WIDTH / 4)) + 2 * h];
-        *(float2*)(to + 8 * j) = make_float2(pair[0], pair[1]);
+      for (int j = 0; j < COUNT / 4; j++) {
+        int unit = BASE / 8 + j, plane = unit / (W::WIDE / 8);
+        int at = K_AT + plane * W::PLANE_BYTES + row * W::WIDE * 4 + (((unit % (W::WIDE / 8)) ^ (row & 7)) * 32) + (lane & 3) * 8;
+        *(float2*)(shared + at) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
       }
     }
-    cluster_arrive();
-    cluster_wait();
-    const int units = W::CHANNELS_HERE / 8;
-    int all = min(64, c.heads - x.head) * units, step = c.splits * 256;
-    for (int start = x.split * 256 + threadIdx.x; start < all; start += W::TOGETHER * step) {
-      float4 low[W::TOGETHER], high[W::TOGETHER];
-      float highest[W::TOGETHER], whole[W::TOGETHER];
-#pragma unroll
-      for (int k = 0; k < W::TOGETHER; k++) {
-        low[k] = high[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-        highest[k] = NONE, whole[k] = 0.f;
-      }
-#pragma unroll W::AHEAD
-      for (int s = 0; s < c.splits; s++) {
-        float4 a[W::TOGETHER], b[W::TOGETHER];
-        float2 stats[W::TOGETHER];
-#pragma unroll
-        for (int k = 0; k < W::TOGETHER; k++) {
-          int i = min(start + k * step, all - 1);
-          stats[k] = read_pair_from(address_in(shared_address(of_rows + i / units), s));
-          u32 there = address_in(shared_address(mine + i / units * W::STRIDE + i % units * 8), s);
-          a[k] = read_from(there), b[k] = read_from(there + 16);
-        }
-        // Peaks are whole numbers, so that scaling what has been summed is exact.
-#pragma unroll
-        for (int k = 0; k < W::TOGETHER; k++) {
-          float higher = fmaxf(highest[k], stats[k].x), before = power2(highest[k] - higher), by = power2(stats[k].x - higher);
-          highest[k] = higher;
-          whole[k] = whole[k] * before + by * stats[k].y;
-          low[k].x = low[k].x * before + by * a[k].x, low[k].y = low[k].y * before + by * a[k].y;
-          low[k].z = low[k].z * before + by * a[k].z, low[k].w = low[k].w * before + by * a[k].w;
-          high[k].x = high[k].x * before + by * b[k].x, high[k].y = high[k].y * before + by * b[k].y;
-          high[k].z = high[k].z * before + by * b[k].z, high[k].w = high[k].w * before + by * b[k].w;
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < W::TOGETHER; k++) {
-        int i = start + k * step;
-        if (i >= all) continue;
-        int head = x.head + i / units, unit = x.part * units + i % units;
-        float by = share_of_one(whole[k], highest[k], head);
-        uint4 v = own_order(make_uint4(bfloat_pair(low[k].x * by, low[k].y * by), bfloat_pair(low[k].z * by, low[k].w * by),
-                                       bfloat_pair(high[k].x * by, high[k].y * by), bfloat_pair(high[k].z * by, high[k].w * by)));
-        *(uint4*)(c.out + ((i64)x.n * c.heads + head) * CHANNELS * 2 + unit * 16) = Turn(c, x.n, unit, -1.f).of(v);
-      }
-    }
-    cluster_announce();
-    cluster_wait();  // nobody reads this block's memory any more
+    barriers_ready();
   }
 };
 
-template <int PARTS> __device__ __forceinline__ void consume(const Call& c, u8* shared, Barriers bars, int items) {
-  int group = threadIdx.x >> 7;
-  Consumer<PARTS> w{c, shared, bars, group, (int)(threadIdx.x >> 5) & 3, (int)threadIdx.x & 31};
-  int uses[2] = {0, 0};
-  int item = 0;
-  typename Consumer<PARTS>::Sums acc;
-  float s[32], shrink[2];
+// Joins a cluster's shares by 256 threads: a block sends every other one the heads which that one adds up, where queries were.
+template <int PARTS> struct Joining {
+  typedef Width<PARTS> W;
+  const Call& c;
+  u8* shared;
+  Barriers bars;
+  Item x;
+
+  __device__ __forceinline__ int rows() { return (64 + c.splits - 1) / c.splits; }
+  __device__ __forceinline__ int rows_of(int block) { return max(0, min(rows(), 64 - block * rows())); }
+  // Planes that come together: as much as there is room for.
+  __device__ __forceinline__ int planes() { return c.splits > 2 ? 1 : W::PLANES; }
+  __device__ __forceinline__ int received(int share, int at, int plane) {
+    return Q_AT + ((share - (share > at)) * planes() + plane % planes()) * rows() * W::WIDE * 4;
+  }
+  __device__ __forceinline__ void send(int first) {
+    int thread = threadIdx.x, own = (planes() * W::WIDE * 4) * rows_of(x.split) + (first ? 0 : 512);
+    if (thread == 0) expect_sent(bars.joined(), own * (c.splits - 1));
+    if (thread >= c.splits || thread == x.split) return;
+    u32 there = address_in(bars.joined(), thread);
+    if (first == 0) send_run(address_in(shared_address(shared + P_AT + x.split * 512), thread), shared + P_AT + x.split * 512, 512, there);
+    for (int plane = first; plane < first + planes() && rows_of(thread); plane++)
+      send_run(address_in(shared_address(shared + received(x.split, thread, plane)), thread),
+               shared + K_AT + plane * W::PLANE_BYTES + thread * rows() * W::WIDE * 4, rows_of(thread) * W::WIDE * 4, there);
+  }
+  // Eight channels of a head from all shares. Peaks are whole numbers, so that scaling what has been summed is exact.
+  __device__ __forceinline__ void add_up(int row, int unit, int plane) {
+    float highest = NONE, whole = 0.f;
+    float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
+    int head = x.split * rows() + row, place = (unit ^ (head & 7)) * 32;
+#pragma unroll 4
+    for (int s = 0; s < c.splits; s++) {
+      int at = s == x.split ? K_AT + plane * W::PLANE_BYTES + head * W::WIDE * 4 : received(s, x.split, plane) + row * W::WIDE * 4;
+      float4 a = *(const float4*)(shared + at + place), b = *(const float4*)(shared + at + place + 16);
+      float2 stats = ((const float2*)(shared + P_AT))[s * 64 + head];
+      float higher = fmaxf(highest, stats.x), before = power2(highest - higher), by = power2(stats.x - higher);
+      highest = higher, whole = whole * before + by * stats.y;
+      low.x = low.x * before + by * a.x, low.y = low.y * before + by * a.y;
+      low.z = low.z * before + by * a.z, low.w = low.w * before + by * a.w;
+      high.x = high.x * before + by * b.x, high.y = high.y * before + by * b.y;
+      high.z = high.z * before + by * b.z, high.w = high.w * before + by * b.w;
+    }
+    float by = share_of_one(whole, highest, ((const float*)(shared + SINKS_AT))[head]);
+    uint4 v = own_order(make_uint4(bfloat_pair(low.x * by, low.y * by), bfloat_pair(low.z * by, low.w * by),
+                                   bfloat_pair(high.x * by, high.y * by), bfloat_pair(high.z * by, high.w * by)));
+    unit += (x.part * W::CHANNELS_HERE + plane * W::WIDE) / 8;
+    if (unit * 8 + 8 > CHANNELS - 2 * c.turned) v = Turn(c, x.n, unit, -1.f).of(v);
+    ((uint4*)(c.out + ((i64)x.n * c.heads + x.head + head) * CHANNELS * 2))[unit] = v;
+  }
+  __device__ __forceinline__ void join() {
+    const int UNITS = W::WIDE / 8;
+    group_barrier(1, 256);
+    cluster_announce();
+    cluster_wait();  // all shares lie there, and no queries are read any more
+    int heads = max(0, min(rows_of(x.split), c.heads - x.head - x.split * rows()));
+#pragma unroll 1
+    for (int first = 0; first < W::PLANES; first += planes()) {
+      send(first);
+      wait(bars.joined(), first & 1);
+#pragma unroll 2
+      for (int i = threadIdx.x; i < heads * UNITS * planes(); i += 256) {
+        int row = i / UNITS;
+        add_up(row < heads ? row : row - heads, i % UNITS, first + (row < heads ? 0 : 1));
+      }
+      cluster_announce();
+      cluster_wait();  // nobody reads this block's memory any more, and there is room for the next plane
+    }
+  }
+  // The other threads of a block.
+  __device__ __forceinline__ void look_on() {
+    cluster_announce();
+    cluster_wait();
+#pragma unroll 1
+    for (int first = 0; first < W::PLANES; first += planes()) {
+      cluster_announce();
+      cluster_wait();
+    }
+  }
+};
+
+template <int PARTS> __device__ __forceinline__ void first_queries(const Call& c, u8* shared, Barriers bars) {
   // The first queries are fetched here, where nothing else is to be done; producers fetch the later ones.
   load_queries<false>(c, item_of<PARTS>(c, blockIdx.x), shared, threadIdx.x, 0, 0);
   barriers_ready();
   __syncwarp();
-  if (w.lane == 0) arrive(bars.queries());
+  if ((threadIdx.x & 31) == 0) arrive(bars.queries());
+}
+
+template <int PARTS> __device__ __forceinline__ void score_and_sum(const Call& c, u8* shared, Barriers bars, int items) {
+  Consumer<PARTS, 0> w{c, shared, bars, (int)(threadIdx.x >> 5) & 3, (int)threadIdx.x & 31};
+  u32 used = 0;  // bit b: parity of buffer b's uses
+  int item = 0;
+  typename Consumer<PARTS, 0>::Sums acc;
+  float s[32], shrink[2], sink[2], by[2];
+  u32 p[16];
   for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
     Item x = item_of<PARTS>(c, number);
     w.peak[0] = w.peak[1] = NONE;
     w.total[0] = w.total[1] = 0.f;
     // Sums that began with a product that ignores them would count as used before it.
 #pragma unroll
-    for (int a = 0; a < Width<PARTS>::COUNT; a++)
-#pragma unroll
-      for (int i = 0; i < Width<PARTS>::WIDTH; i++) acc[a][i] = 0.f;
+    for (int i = 0; i < Consumer<PARTS, 0>::COUNT; i++) acc[i] = 0.f;
     wait(bars.queries(), item & 1);
-    if (group == 1 && x.tiles < 2 && w.lane == 0) arrive(bars.queries_free());
-    for (int tile = 0; tile < x.tiles; tile += 2) {
-      bool pair = tile + 1 < x.tiles, last = tile + 2 >= x.tiles, later = tile + 3 >= x.tiles;
-      if (group == 0) {
-        wait(bars.full(0), uses[0] & 1);
-        w.score(s, 0);
-        products_wait<0>();
-        __syncwarp();
-        if (last && w.lane == 0) arrive(bars.queries_free());
-        w.weigh(s, 0, shrink);
-        w.shrink_sums(acc, shrink);
-        wait(bars.ready(0), uses[0] & 1);
-        w.gather(acc, x, 0);
-        w.release(0);
-        uses[0]++;
-        if (pair) {
-          wait(bars.ready(1), uses[1] & 1);
-          w.follow(1, shrink);
-          w.shrink_sums(acc, shrink);
-          w.gather(acc, x, 1);
-          w.release(1);
-          uses[1]++;
-        }
-      } else if (pair) {
-        wait(bars.full(1), uses[1] & 1);
-        w.score(s, 1);
-        products_wait<0>();
-        __syncwarp();
-        if (later && w.lane == 0) arrive(bars.queries_free());
-        wait(bars.ready(0), uses[0] & 1);
-        w.follow(0, shrink);
-        w.shrink_sums(acc, shrink);
-        w.gather(acc, x, 0);
-        w.weigh(s, 1, shrink);
-        w.release(0);
-        w.shrink_sums(acc, shrink);
-        wait(bars.ready(1), uses[1] & 1);
-        w.gather(acc, x, 1);
-        w.release(1);
-        uses[0]++;
-        uses[1]++;
-      } else {
-        wait(bars.ready(0), uses[0] & 1);
-        w.follow(0, shrink);
-        w.shrink_sums(acc, shrink);
-        w.gather(acc, x, 0);
-        w.release(0);
-        uses[0]++;
+#pragma unroll 1
+    for (int tile = 0; tile < x.tiles; tile++) {
+      int b = tile & 1;
+      wait(bars.full(b), (used >> b) & 1);
+      used ^= 1u << b;
+      w.score(s, b);
+      if (tile > 0) {  // the products of the tile before have long been done
+        products_wait<1>();
+        w.free_half(b ^ 1, 0), w.free_half(b ^ 1, 1);
       }
+      products_wait<0>();
+      __syncwarp();
+      if (tile + 1 == x.tiles && w.lane == 0) arrive(bars.queries_free());
+      w.weigh(s, b, shrink, p);
+      w.shrink_sums(acc, shrink);
+      w.gather_own(acc, p, x, b);
     }
-    w.join_totals(item);
-    if (c.splits > 1) w.join_shares(acc, x);
-    else w.write_out(acc, x);
+    w.ask_sinks(x, sink);
+    products_wait<0>();
+    w.free_half((x.tiles - 1) & 1, 0), w.free_half((x.tiles - 1) & 1, 1);
+    w.join_totals();
+    if (c.splits > 1) {
+      w.leave_share(acc, x);
+    } else {
+      w.leave_factors(item, sink, by);
+      w.write_out(acc, x, by);
+    }
+  }
+}
+
+template <int PARTS> __device__ __forceinline__ void sum(const Call& c, u8* shared, Barriers bars, int items) {
+  Consumer<PARTS, 1> w{c, shared, bars, (int)(threadIdx.x >> 5) & 3, (int)threadIdx.x & 31};
+  u32 used = 0;
+  int item = 0;
+  typename Consumer<PARTS, 1>::Sums acc;
+  float shrink[2], by[2];
+  for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
+    Item x = item_of<PARTS>(c, number);
+#pragma unroll
+    for (int i = 0; i < Consumer<PARTS, 1>::COUNT; i++) acc[i] = 0.f;
+#pragma unroll 1
+    for (int tile = 0; tile < x.tiles; tile++) {
+      int b = tile & 1;
+      wait(bars.ready(b), (used >> b) & 1);
+      used ^= 1u << b;
+      w.follow(b, shrink);
+      w.shrink_sums(acc, shrink);
+      w.gather(acc, x, b);
+      products_wait<1>();
+      w.free_half(b, 0);
+      products_wait<0>();
+      w.free_half(b, 1);
+    }
+    if (c.splits > 1) {
+      w.leave_share(acc, x);
+    } else {
+      w.take_factors(item, by);
+      w.write_out(acc, x, by);
+    }
   }
 }
 
@@ -708,7 +847,9 @@ template <int PARTS> __device__ __forceinline__ void attend(const Call& c) {
       barrier_init(bars.ready(b), 4);
     }
     barrier_init(bars.queries(), 8);
-    barrier_init(bars.queries_free(), 8);
+    barrier_init(bars.queries_free(), 4);
+    barrier_init(bars.joined(), 1);
+    for (int item = 0; item < 2; item++) barrier_init(bars.summed(item), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -718,15 +859,13 @@ template <int PARTS> __device__ __forceinline__ void attend(const Call& c) {
   if (threadIdx.x >= 256) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
     produce<PARTS>(c, shared, bars, items);
-    if (c.splits > 1) {
-      cluster_announce();
-      cluster_wait();
-      cluster_announce();
-      cluster_wait();
-    }
+    if (c.splits > 1) Joining<PARTS>{c, shared, bars, item_of<PARTS>(c, blockIdx.x)}.look_on();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-    consume<PARTS>(c, shared, bars, items);
+    first_queries<PARTS>(c, shared, bars);
+    if (threadIdx.x < 128) score_and_sum<PARTS>(c, shared, bars, items);
+    else sum<PARTS>(c, shared, bars, items);
+    if (c.splits > 1) Joining<PARTS>{c, shared, bars, item_of<PARTS>(c, blockIdx.x)}.join();
   }
 }
 extern "C" __global__ void __launch_bounds__(512, 1) attend_1(const __grid_constant__ Call c) { attend<1>(c); }
