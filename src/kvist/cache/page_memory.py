@@ -7,7 +7,6 @@ are (pinned, for a card) is their giver's affair. Must not know keys, tiers or d
 from __future__ import annotations
 
 import ctypes
-import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,10 +33,12 @@ class PageMemory:
             raise ValueError(f"a page of {page_bytes} bytes at {page_at} does not fit in a record of {self.record_bytes}")
         self.each = max(1, PIECE_BYTES // self.record_bytes)
         """Places of a piece; place `n` lies in piece `n // each`."""
-        self._give, self._pieces = piece, list[memoryview]()
+        self._give, self._pieces, self._arrays = piece, list[memoryview](), list[ctypes.Array[_Place]]()
+        # Places that hold nothing, the last one first, and those that have been let go since.
         self._free, self._returned = list[int](), deque[int]()
         self._lock = threading.Lock()
         self._place = _place_type(self.record_bytes, self._returned.append)
+        self._array = self._place * self.each
 
     @property
     def places(self) -> int:
@@ -52,14 +53,18 @@ class PageMemory:
     def take(self, count: int) -> list[memoryview]:
         """Writable pages [page_bytes] in ascending places, neighbours as far as the free ones are."""
         with self._lock:
-            while self._returned:
-                heapq.heappush(self._free, self._returned.popleft())
+            if self._returned:
+                while self._returned:
+                    self._free.append(self._returned.popleft())
+                self._free.sort(reverse=True)
             while len(self._free) < count:
                 first = self.places
                 self._pieces.append(self._give(self.each * self.record_bytes))
-                # Larger than all before, so the order of a heap holds.
-                self._free.extend(range(first, first + self.each))
-            return [self._page(heapq.heappop(self._free)) for _ in range(count)]
+                self._arrays.append(self._array.from_buffer(self._pieces[-1]))
+                self._free[:0] = range(first + self.each - 1, first - 1, -1)
+            taken = self._free[len(self._free) - count :][::-1]
+            del self._free[len(self._free) - count :]
+        return [self._page(number) for number in taken]
 
     def own(self, payload: Buffer) -> memoryview:
         """The page's bytes in a place of this memory: themselves if they lie in one, else a copy."""
@@ -87,7 +92,7 @@ class PageMemory:
 
     def _page(self, number: int) -> memoryview:
         piece, at = divmod(number, self.each)
-        place = self._place.from_buffer(self._pieces[piece], at * self.record_bytes)
+        place = self._arrays[piece][at]
         place.number = number
         return memoryview(place).cast("B")[self.page_at : self.page_at + self.page_bytes]
 

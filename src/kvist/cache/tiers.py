@@ -11,10 +11,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from kvist.cache.host_tier import HostTier
 from kvist.cache.page_memory import PageMemory
@@ -47,6 +46,15 @@ class TierCounters:
     misses: int = 0
     prefetched: int = 0
     prefetch_skipped: int = 0
+
+
+class _Coming:
+    """A page that is being read: its bytes once it is `done`, None for one that could not be had or was given up."""
+
+    __slots__ = ("done", "payload", "slow")
+
+    def __init__(self) -> None:
+        self.done, self.payload, self.slow = False, cast("memoryview | None", None), False
 
 
 class DiskTier:
@@ -106,7 +114,7 @@ class Tiers:
         self._provers: ThreadPoolExecutor | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
-        self._arriving: dict[bytes, Future[memoryview | None]] = {}
+        self._arriving: dict[bytes, _Coming] = {}
         self._staged: OrderedDict[bytes, memoryview] = OrderedDict()
         page_bytes = 1 if store is None else store.geometry.page_bytes
         self._stage_pages, self._room = stage_bytes // page_bytes, max(stage_bytes, host_bytes) // page_bytes
@@ -191,27 +199,26 @@ class Tiers:
             self._count("host_hits")
             self._staged.pop(key, None)
             return payload
-        try:
-            from_disk = self._from_disk(key)
-        except (NotYet, CancelledError):
-            self._count("slow")
-            return None
-        self._count("misses" if from_disk is None else "disk_hits")
+        from_disk, slow = self._from_disk(key)
+        self._count("slow" if slow else "misses" if from_disk is None else "disk_hits")
         return from_disk
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """`get` for keys in order, with one look at those that lie in host memory side by side."""
+        """`get` for keys in order, with one look at those of them that lie in host memory, or have been read ahead."""
         at = 0
         while at < len(keys):
             found = self.host.get_run(keys[at:])
-            if found:
-                with self._changed:
-                    self.counters.host_hits += len(found)
-                    for key in keys[at : at + len(found)]:
-                        self._staged.pop(key, None)
-                yield from found
-                at += len(found)
-            if at < len(keys):
+            with self._changed:
+                self.counters.host_hits += len(found)
+                for key in keys[at : at + len(found)]:
+                    self._staged.pop(key, None)
+                at, before = at + len(found), len(found)
+                while at < len(keys) and (payload := self._staged.pop(keys[at], None)) is not None:
+                    found.append(payload)
+                    at += 1
+                self.counters.disk_hits += len(found) - before
+            yield from found
+            if not found:
                 yield self.get(keys[at])
                 at += 1
 
@@ -228,7 +235,7 @@ class Tiers:
                 if len(self._arriving) >= self._room or self._closing:
                     self.counters.prefetch_skipped += 1
                     continue
-                self._arriving[key] = Future()
+                self._arriving[key] = _Coming()
                 wanted.append(key)
             self.counters.prefetched += len(wanted)
             for at in range(0, len(wanted), _READ_PAGES):
@@ -253,8 +260,9 @@ class Tiers:
                 self.queued_bytes -= 0 if unwritten is None else len(unwritten.payload)
                 self._staged.pop(key, None)
                 coming = self._arriving.pop(key, None)
-            if coming is not None and coming.set_running_or_notify_cancel():
-                coming.set_result(None)
+                if coming is not None:
+                    coming.done = True
+                    self._changed.notify_all()
             self.host.drop(key)
         if self.store is not None:
             self.store.condemn(keys)
@@ -290,32 +298,35 @@ class Tiers:
                 threads.shutdown(cancel_futures=True)
         with self._changed:
             for coming in self._arriving.values():
-                coming.cancel()
+                coming.done = coming.slow = True
+            self._changed.notify_all()
             self._arriving.clear()
             self._staged.clear()
         if self.store is not None:
             self.store.close()
         return done
 
-    def _from_disk(self, key: bytes) -> memoryview | None:
+    def _from_disk(self, key: bytes) -> tuple[memoryview | None, bool]:
+        """A page's bytes, and whether the disk was too slow to say."""
         if self.store is None:
-            return None
+            return None, False
         with self._changed:
             staged, coming = self._staged.pop(key, None), self._arriving.get(key)
-            if staged is None and coming is None and self._timeout_s is not None:
-                coming = self._arriving[key] = Future()
+            if staged is not None:
+                return staged, False
+            if coming is None and self._timeout_s is not None:
+                coming = self._arriving[key] = _Coming()
                 self._start_reading([key])
-        if staged is not None:
-            return staged
-        if coming is not None:
-            payload = coming.result(self._timeout_s)
-            self._staged.pop(key, None)
-            return payload
+            if coming is not None:
+                if not self._changed.wait_for(lambda: coming.done, self._timeout_s):
+                    return None, True
+                self._staged.pop(key, None)
+                return coming.payload, coming.slow
         payload = self.store.get(key)
         if payload is not None:
             payload = payload if self._memory is None else self._memory.own(payload)
             self.host.put(key, payload)
-        return payload
+        return payload, False
 
     def _start_reading(self, keys: list[bytes]) -> None:
         assert self._readers is not None
@@ -329,12 +340,11 @@ class Tiers:
             if self._memory is not None and self._provers is not None:
                 self._read_to_places(self._memory, self._provers, left)
             for payload in self.store.get_many(list(left)):
-                self._arrived(left.popleft(), payload)
+                self._arrived([left.popleft()], [payload])
         except Exception:
             log.exception("%s: reading pages ahead ended early; they count as absent", self.store.folder)
         finally:
-            for key in left:  # nobody may wait for ever
-                self._arrived(key, None)
+            self._arrived(list(left), [None] * len(left))  # nobody may wait for ever
 
     def _read_to_places(self, memory: PageMemory, provers: ThreadPoolExecutor, left: deque[bytes]) -> None:
         """Read pages to where a card takes them from, and let others prove them while the disk goes on."""
@@ -356,31 +366,31 @@ class Tiers:
         left = deque(keys)
         try:
             came = proved()
-            for page in pages[:came]:
-                self._arrived(left.popleft(), page.toreadonly())
+            here = [left.popleft() for _ in range(came)]
+            self._arrived(here, [page.toreadonly() for page in pages[:came]])
             if left:
-                self._arrived(left.popleft(), None)
+                self._arrived([left.popleft()], [None])
             while left:
                 payload = self.store.get(left[0])
-                self._arrived(left.popleft(), payload)
+                self._arrived([left.popleft()], [payload])
         except Exception:
             log.exception("%s: proving pages read ahead ended early; they count as absent", self.store.folder)
         finally:
-            for key in left:  # nobody may wait for ever
-                self._arrived(key, None)
+            self._arrived(list(left), [None] * len(left))  # nobody may wait for ever
 
-    def _arrived(self, key: bytes, payload: memoryview | None) -> None:
+    def _arrived(self, keys: Sequence[bytes], payloads: Sequence[memoryview | None]) -> None:
         with self._changed:
-            coming = self._arriving.pop(key, None)
-            if coming is None:
-                return  # dropped meanwhile, or everything is closed
-            if payload is not None:
-                self.host.put(key, payload)
-                self._staged[key] = payload
-                while len(self._staged) > self._stage_pages:
-                    self._staged.popitem(last=False)
-        if coming.set_running_or_notify_cancel():
-            coming.set_result(payload)
+            for key, payload in zip(keys, payloads, strict=True):
+                coming = self._arriving.pop(key, None)
+                if coming is None:
+                    continue  # dropped meanwhile, or everything is closed
+                if payload is not None:
+                    self.host.put(key, payload)
+                    self._staged[key] = payload
+                coming.payload, coming.done = payload, True
+            while len(self._staged) > self._stage_pages:
+                self._staged.popitem(last=False)
+            self._changed.notify_all()
 
     def _write_behind(self) -> None:
         """Write batch after batch until everything is closed. What cannot be written is given up; the thread goes on."""
