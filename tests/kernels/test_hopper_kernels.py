@@ -25,9 +25,10 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 FEW = tuple(name for name, _ in select_kernels._FEW_KERNELS)
 ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
+ATTEND_FEW = tuple(name for name, _ in attend_kernels._FEW_KERNELS)
 THREADS = {
     **dict.fromkeys(ATTEND, 512),
-    "attend_one": attend_kernels._FEW_THREADS,
+    **dict.fromkeys(ATTEND_FEW, attend_kernels._FEW_THREADS),
     "scan": 128,
     "sift": 256,
     "choose": 512,
@@ -48,7 +49,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     sources = {
         attend_kernels._SOURCES: ATTEND,
-        attend_kernels._FEW_SOURCES: ("attend_one",),
+        attend_kernels._FEW_SOURCES: ATTEND_FEW,
         select_kernels._FEW_SOURCES: FEW,
         select_kernels._MANY_SOURCES: ("scan_many", "choose"),
         select_kernels._FP8_SOURCES: ("scan_many_fp8",),
@@ -70,6 +71,11 @@ def _kernels_here(built: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> 
 
 def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def by_few(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
+    """Calls go to `attend_few.cu` with so many shares of the keys; 0: to `attend.cu`."""
+    monkeypatch.setattr(attend_kernels, "few_shares", lambda _clusters, tiles, _programs: min(shares, tiles))
 
 
 class Memory:
@@ -101,8 +107,9 @@ class Memory:
     ("heads", "cut", "rotated"),
     [
         (7, None, True),
-        (7, "few", True),
-        (66, "few", False),
+        (7, 10, True),
+        (66, 4, False),
+        (16, 1, True),
         (66, (1, 1), False),
         (66, (3, 1), True),
         (5, (1, 2), True),
@@ -112,11 +119,11 @@ class Memory:
     ],
 )
 def test_attention_equals_its_definition(
-    heads: int, cut: tuple[int, int] | str | None, rotated: bool, monkeypatch: pytest.MonkeyPatch
+    heads: int, cut: tuple[int, int] | int | None, rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places without a row, a short window, no key at all, more heads than a tile has."""
     torch.manual_seed(5)
-    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", 100 if cut == "few" else 0)
+    by_few(monkeypatch, cut if isinstance(cut, int) else 0)
     window, position, queries = 100, 205, 4
     memory = Memory(240, 8, window, position)
     slots = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
@@ -141,10 +148,10 @@ def test_attention_equals_its_definition(
         assert relative(got[one], rotate_ref(want, place, back=True) if rotated else want) < 6e-3
 
 
-@pytest.mark.parametrize("few", [0, 1])
+@pytest.mark.parametrize("few", [0, 1, 2])
 def test_attention_of_pages_alone_and_of_a_window_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
-    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", few)
+    by_few(monkeypatch, few)
     memory = Memory(64, 16, 64, 130)
     slots, span = torch.tensor([1], dtype=torch.int32), torch.tensor([[66, 130]])
     q, sink, topk = torch.randn(1, 9, 512).bfloat16(), torch.randn(9), torch.arange(64).unsqueeze(0)
@@ -157,10 +164,11 @@ def test_attention_of_pages_alone_and_of_a_window_alone(few: int, monkeypatch: p
     assert relative(near, sparse_attention(q, memory.entries[1], span, None, None, sink, window=64, impl="wide")) < 6e-3
 
 
-def test_few_queries_with_large_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads whose totals leave the numbers' range without their maxima are done again; the others' bits stay as they are."""
+@pytest.mark.parametrize("shares", [2, 6])
+def test_few_queries_with_large_scores(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks that rise from tile to tile and differ between shares; heads with ordinary scores keep their bits."""
     torch.manual_seed(5)
-    monkeypatch.setattr(attend_kernels, "FEW_ITEMS", 100)
+    by_few(monkeypatch, shares)
     memory = Memory(240, 8, 100, 205)
     slots = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
     span = torch.tensor([[105, 205], [105, 205], [202, 205], [205, 205], [105, 205]])
@@ -182,6 +190,44 @@ def test_few_queries_with_large_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(got[3], torch.zeros_like(got[3]))
     small_heads = [h for h in range(9) if not 2 <= h < 5]
     assert torch.equal(got[:, small_heads], other[:, small_heads])
+
+
+@pytest.mark.parametrize(
+    ("clusters", "tiles", "shares"),
+    [
+        (4, 10, 10),
+        (4, 2, 2),
+        (8, 10, 5),
+        (16, 10, 5),
+        (24, 10, 4),
+        (32, 10, 3),
+        (64, 10, 2),
+        (68, 10, 0),
+        (256, 1, 0),
+        (128, 1, 1),
+    ],
+)
+def test_shares_of_few_queries_run_side_by_side(clusters: int, tiles: int, shares: int) -> None:
+    """On 132 multiprocessors: as few tiles a block as may be, in as few shares."""
+    assert attend_kernels.few_shares(clusters, tiles, 132) == shares
+
+
+def test_a_query_that_is_no_number_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    by_few(monkeypatch, 2)
+    memory = Memory(64, 16, 64, 130)
+    slots, span = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([[66, 130], [66, 130]])
+    q, sink, topk = torch.randn(2, 17, 512).bfloat16(), torch.randn(17), torch.arange(64).repeat(2, 1)
+
+    def attend(q: Tensor) -> Tensor:
+        there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages)
+        return attend_kernels.attend_hopper(*there, topk.to(DEVICE), sink.to(DEVICE), window=64).cpu()
+
+    want, broken = attend(q), q.clone()
+    broken[1, 16, 100] = float("nan")
+    got = attend(broken)
+    assert got[1, 16].isnan().all()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1, :16], want[1, :16])
 
 
 def small(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Joint attention at the released width on Hopper: when its kernels can run, which one does, how a call is cut, and launches.
 
-Shares of a query's keys are a cluster of blocks, parts of its output channels are blocks of their own: `attend.cu` takes any
-number of queries, `attend_one.cu` very few, a tile of keys a block. Must not know requests or layers. Shapes as in `gpu.py`.
+Shares of a query's keys are a cluster of blocks: `attend.cu` takes any number of queries and parts of the output channels,
+`attend_few.cu` as many queries as run side by side, 16 heads a block. Must not know requests or layers. Shapes as in `gpu.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SHARED_BYTES = 212992 + 2 * MOST_TILES * TILE * 8 + 2048 + 256 + 1024
 _KERNELS = tuple((f"attend_{parts}", _SHARED_BYTES) for parts in PARTS)
 _SHARED = (Path(device_kernels.__file__).with_name("stream.cuh"), Path(__file__).with_name("rows.cuh"))
 _SOURCES = (*_SHARED, Path(__file__).with_name("attend.cu"))
-FEW_ITEMS = 1
-"""Queries (times tiles of heads) up to which `attend_one.cu` is the faster one."""
-FEW_PARTS, FEW_TILES, FEW_TURNED, FEW_POOL_BYTES = 4, 10, 32, 1 << 36
-"""What it is built for: parts of the channels, tiles of keys, rotated pairs (the last 64 channels), pages found by 32 bits."""
-_FEW_KERNELS = (("attend_one", 108560 + 1024),)
-_FEW_SOURCES = (*_SHARED, Path(__file__).with_name("attend_one.cu"))
-_FEW_THREADS = 256
+FEW_HEADS, FEW_SHARES, FEW_TILES, FEW_TURNED = 16, 10, 5, 32
+"""What `attend_few.cu` is built for: heads a block, blocks of a cluster, rotated pairs (the last 64 channels); and up to how many
+tiles a block it is the faster one."""
+_FEW_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 320 + 16384) // 1024) * 1024
+_FEW_KERNELS = (("attend_one", _FEW_BYTES + 65536), ("attend_several", _FEW_BYTES + 131072))
+_FEW_SOURCES = (*_SHARED, Path(__file__).with_name("attend_few.cu"))
+_FEW_THREADS, _FEW_SUMS = 512, 8192
 _POINTERS = (
     "q", "window", "window_scales", "pages", "out", "sink", "cosines", "sines", "spans", "slots", "table", "topk",
 )  # fmt: skip
@@ -59,14 +59,20 @@ class _Call(ctypes.Structure):
 
 
 class _FewCall(_Call):
-    _fields_ = (("shares", ctypes.c_void_p), ("totals", ctypes.c_void_p))
+    _fields_ = (("shares", ctypes.c_void_p),)
 
 
-def _few(scales_DRG: Tensor, pages: DevicePages | None, items: int, tiles: int, turned: int) -> bool:
-    """Whether `attend_one.cu` takes a call that `fits`, and is the faster one."""
-    aligned = not any(at % 4 for at in (scales_DRG.data_ptr(), scales_DRG.stride(0), scales_DRG.stride(1)))
-    near = pages is None or pages.bytes_PB.numel() < FEW_POOL_BYTES
-    return items <= FEW_ITEMS and tiles <= FEW_TILES and turned <= FEW_TURNED and near and aligned
+def clusters_at_once(blocks: int, programs: int) -> int:
+    """Clusters of so many blocks that run side by side, a block a multiprocessor: an H200 has groups of 16 to 18 of these."""
+    return programs // blocks if blocks <= 2 else programs // 18 * (16 // blocks)
+
+
+def few_shares(clusters: int, tiles: int, programs: int) -> int:
+    """Shares of the keys by which `attend_few.cu` takes so many (queries x 16 heads): as few tiles a block as clusters side by
+    side allow. 0: too many queries for it."""
+    fitting = [s for s in range(1, min(FEW_SHARES, tiles) + 1) if clusters <= clusters_at_once(s, programs)]
+    shares = min(fitting, key=lambda s: (-(-tiles // s), s), default=0)
+    return shares if shares and -(-tiles // shares) <= FEW_TILES else 0
 
 
 def fits(q_NHC: Tensor, codes_DRC: Tensor, pages: DevicePages | None, keys: int) -> bool:
@@ -114,7 +120,11 @@ def attend_hopper(
     rope: tuple[Tensor, Tensor] | None = None,
     cut: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See `gpu.attend_packed`; only where `fits`. `cut`: shares of the keys and parts of the channels, by `attend.cu`."""
+    """See `gpu.attend_packed`; only where `fits`. `cut`: shares of the keys and parts of the channels, by `attend.cu`.
+
+    A kernel of this package that ends early for the next one (programmatic launch) must not be what wrote `slot_N` or page
+    tables, if this is the next one: both are read before it has ended.
+    """
     n, heads, _ = q_NHC.shape
     device = q_NHC.device
     q = q_NHC.contiguous()
@@ -125,8 +135,9 @@ def attend_hopper(
     items = n * -(-heads // 64)
     tiles = -(-window // TILE) + -(-k // TILE)
     turned = 0 if rope is None else rope[0].shape[1]
-    few = cut is None and _few(scales_DRG, pages, items, tiles, turned)
-    shares, parts = (tiles, FEW_PARTS) if few else cut or cut_of(items, tiles, programs)
+    parts_few = -(-heads // FEW_HEADS)
+    few = few_shares(n * parts_few, tiles, programs) if cut is None and turned <= FEW_TURNED else 0
+    shares, parts = (few, parts_few) if few else cut or cut_of(items, tiles, programs)
     cos, sin = (t.float().contiguous() for t in rope) if rope is not None else (sink_H, sink_H)
     sink, span, slots = sink_H.float().contiguous(), span_N2.to(torch.int64).contiguous(), slot_N.to(torch.int32).contiguous()
     table, source = (slots, q) if pages is None else (pages.table_ST, pages.bytes_PB)
@@ -139,13 +150,13 @@ def attend_hopper(
         *(t.data_ptr() for t in tensors), *strides, 0 if pages is None else pages.page_bytes, n, heads,
         k, codes_DRC.shape[1], window, *of_pages, turned, shares, CHANNELS**-0.5 * LOG2_E / KEY_UNIT,
     )  # fmt: skip
-    blocks = items * parts * shares
     if few:
-        sums, totals = (torch.empty(n * shares * heads * size, device=device) for size in (CHANNELS, parts * 2))
-        kernel = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)["attend_one"]
-        whole = _FewCall(*fields, sums.data_ptr(), totals.data_ptr())
-        kernel.launch(whole, blocks, _FEW_THREADS, overlap=True, cluster=shares)
+        sums = torch.empty(n * parts * shares * _FEW_SUMS, device=device)
+        name = "attend_one" if tiles == shares else "attend_several"
+        kernel = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)[name]
+        kernel.launch(_FewCall(*fields, sums.data_ptr()), n * parts * shares, _FEW_THREADS, overlap=True, cluster=shares)
         return out
+    blocks = items * parts * shares
     kernel = kernels(_SOURCES, _KERNELS, device.index or 0)[f"attend_{parts}"]
     # One share: blocks serve several queries each. Shares: a cluster for every query.
     kernel.launch(_Call(*fields), min(blocks, programs) if shares == 1 else blocks, 512, overlap=True, cluster=shares)
