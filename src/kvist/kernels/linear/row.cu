@@ -47,10 +47,10 @@ template <int STAGES> struct Chunks {
   // Begins to read a chunk, or nothing where there is none: every turn counts. All stages may be on their way; one is filled again
   // when its chunk has been multiplied by all lanes.
   __device__ __forceinline__ void fill(bool there, const u8* codes, int lane) {
-    u8* to = data + next * (WARPS * CODES);
+    u32 to = own_address(data + next * (WARPS * CODES)) + lane * 16;
     if (there)
 #pragma unroll
-      for (int i = 0; i < CODES / 512; i++) copy_unit(to + i * 512 + lane * 16, codes + i * 512 + lane * 16, true);
+      for (int i = 0; i < CODES / 512; i++) copy_once(to + i * 512, codes + i * 512 + lane * 16);
     copies_commit();
     if (++next == STAGES) next = 0;
   }
