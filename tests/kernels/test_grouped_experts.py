@@ -25,10 +25,10 @@ WIDTH = 32
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.device, int], dict[str, OnCpu]]:
-    threads = {"count": 1024, "place": 1024, "gather": 256, "gate_up": module.THREADS, "down": module.THREADS}
-
     @functools.cache
     def made(width: int) -> dict[str, OnCpu]:
+        products = module.threads_of(width)
+        threads = {"count": 1024, "place": 1024, "gather": 256, "gate_up": products, "down": products}
         folder: Path = tmp_path_factory.mktemp(f"grouped{width}")
         given = folder / "width.cuh"
         given.write_text(f"static const int WIDTH = {width};\n")

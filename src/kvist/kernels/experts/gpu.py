@@ -50,9 +50,9 @@ SHAPES = (
 )  # fmt: skip
 """Cuts by the choices an expert up to which they are fastest. Tiles of 8, 16, 32 and 64, us for 128 experts on an H200: 746, 816,
 915, - at 4.5; 811, 819, 931, - at 6; 1,329, 893, 937, - at 12; -, 1,282, 941, - at 18; -, -, 1,548, 1,290 at 36."""
-LAID_ROWS = 14
-"""Choices an expert above which `grouped.cu` is faster. In us for others': 925 for 890 at 12, 929 for 935 at 15, 949 for 982 at
-24, 1,137 for 1,344 at 48."""
+LAID_ROWS = 9
+"""Choices an expert above which `grouped.cu` is faster. In us for tiles of 16 or 32: 878 for 870 at 7, 891 for 939 at 12, 895 for
+1,010 at 18, 911 for 995 at 24, 1,079 for 1,837 at 48."""
 
 
 class Plan(NamedTuple):

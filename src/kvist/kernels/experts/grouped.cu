@@ -1,24 +1,27 @@
 // Many rows through experts of FP4 panels, for Hopper (sm_90a): needs `device/stream.cuh`.
 //
 // `gather` lays the rows of each expert side by side, in the order that matrix units read. A block then takes 256 outputs (four panels)
-// of an expert and up to WIDTH of its rows: four lanes bring both by bulk copies (one is too slow for that), two warpgroups expand codes
+// of an expert and up to WIDTH of its rows: four lanes bring both by bulk copies (one is too slow for that), two or four warpgroups expand codes
 // into the left operand's registers and multiply; half a panel is expanded while the half before is multiplied. An expert's tiles are
 // about equally full, and products are made for so many rows, in steps of 16. WIDTH, the most rows of a tile, stands before this source.
 // Gate and up leave as quantised hidden rows in the order of `gather`, downs as each choice's output. Knows no layers.
 
 static const int PANELS = 4;                    // of a block
-static const int STAGES = WIDTH > 64 ? 4 : 6;   // of 128 inputs
+static const int STAGES = WIDTH > 64 ? 4 : 5;   // of 128 inputs
 static const int LEAST = WIDTH > 64 ? 80 : 32;  // rows that products are made for
-static const int MULTIPLY = 8;                  // warps
-static const int THREADS = 384;
+// Of few rows expansions are what takes time: more warps, each with fewer sums, wait for each other's instructions.
+static const int GROUPS = WIDTH > 64 ? 2 : 4;   // multiplying warpgroups
+static const int OWN = PANELS / GROUPS;         // panels of a warpgroup
+static const int MULTIPLY = 4 * GROUPS;         // warps
+static const int THREADS = 128 * GROUPS + 128;
 static const int LAID = 5;                      // units that a thread of `gather` has on their way
 static const int ROWS_BYTES = WIDTH * 256;
 static const int STAGE = ROWS_BYTES + PANELS * (CODES + FP4_SCALES);
-static const int AHEAD = 2;  // half panels' products on their way
-// Of a multiplying warpgroup, behind the stages and their barriers: rows on their way out, 64 values each; largest sizes of pairs of
-// rows a panel and warp; a row's scale and its reciprocal, and its weight.
+static const int AHEAD = GROUPS == 2 ? 2 : 1;   // half panels' products on their way: of four groups another one expands meanwhile
+// Behind the stages and their barriers: of a multiplying warpgroup rows on their way out, 64 values each; of two panels the largest
+// sizes of pairs of rows a panel and warp, a row's scale and its reciprocal, and its weight.
 static const int OUT_BYTES = WIDTH * 128, PEAK_BYTES = 2 * WIDTH / 2 * 16, FACTOR_BYTES = 2 * WIDTH * 8, WEIGHT_BYTES = WIDTH * 4;
-static const int GROUP_BYTES = OUT_BYTES + PEAK_BYTES + FACTOR_BYTES + WEIGHT_BYTES;
+static const int PAIR_BYTES = PEAK_BYTES + FACTOR_BYTES + WEIGHT_BYTES;
 static const int BARRIERS = 1024;  // bytes kept for them, so that what follows lies on whole units of a swizzle
 
 struct Call {
@@ -159,15 +162,15 @@ struct StageRing {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 };
-template <int N> using TileSums = float[2][N / 2];
+template <int N> using TileSums = float[OWN][N / 2];
 
-// Sums of both panels of a warpgroup for N rows. Codes are taken from shared memory a half panel ahead of their use.
+// Sums of all panels of a warpgroup for N rows. Codes are taken from shared memory a half panel ahead of their use.
 template <int N>
 __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing& ring, int group, int top, int low, int lane) {
   u32 a[AHEAD][4][4], words[8], powers[2];
   int before = 0, t = lane & 3;
   wait(ring.full + 8 * ring.stage, ring.parity);
-  take_panel(words, powers, ring.raw + ring.stage * STAGE, 2 * group, top, low, t);
+  take_panel(words, powers, ring.raw + ring.stage * STAGE, OWN * group, top, low, t);
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     const u8* at = ring.raw + ring.stage * STAGE;
@@ -175,7 +178,7 @@ __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing
     int now = ring.stage;
     ring.next();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 2 * OWN; i++) {
       const int p = i / 2, half = i % 2, own = i % AHEAD;
       if (half) expand_runs<2>(a[own], words, powers);
       else expand_runs<0>(a[own], words, powers);
@@ -184,22 +187,23 @@ __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing
       for (int k = 0; k < 4; k++)
         add_product<N>(sums[p], a[own][k], descriptor(rows + half * (WIDTH * 128) + k * 32));
       products_end();
-      if (i == 1) take_panel(words, powers, at, 2 * group + 1, top, low, t);
-      if (i == 3 && step + 1 < steps) {
+      if (half && p + 1 < OWN) take_panel(words, powers, at, OWN * group + p + 1, top, low, t);
+      if (i == 2 * OWN - 1 && step + 1 < steps) {
         wait(ring.full + 8 * ring.stage, ring.parity);
-        take_panel(words, powers, ring.raw + ring.stage * STAGE, 2 * group, top, low, t);
+        take_panel(words, powers, ring.raw + ring.stage * STAGE, OWN * group, top, low, t);
       }
       products_wait<AHEAD - 1>();
-      // The last products of the stage before have ended.
-      if (i == AHEAD - 2 && step && lane == 0) arrive(ring.empty + 8 * before);
+      // The last products of the stage before, or of this one, have ended.
+      if (AHEAD == 2 && i == 0 && step && lane == 0) arrive(ring.empty + 8 * before);
+      if (AHEAD == 1 && i == 2 * OWN - 1 && lane == 0) arrive(ring.empty + 8 * now);
     }
     before = now;
   }
   products_wait<0>();
   // No sum may be read before this.
 #pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i / (N / 2)][i % (N / 2)])::"memory");
-  if (lane == 0) arrive(ring.empty + 8 * before);
+  for (int i = 0; i < OWN * N / 2; i++) asm volatile("" : "+f"(sums[i / (N / 2)][i % (N / 2)])::"memory");
+  if (AHEAD == 2 && lane == 0) arrive(ring.empty + 8 * before);
 }
 // Which outputs of a panel a thread's two rows of a product are. Of gates and ups a thread has both of a hidden value, so that a
 // warp's eight lie side by side as the next product wants them; every other thread has the up first: no bank of memory is asked twice.
@@ -215,25 +219,30 @@ __device__ __forceinline__ float activated(float gate, float up, float limit, fl
   return gate * reciprocal(1.f + power2(-1.4426950408889634f * max(gate, -80.f))) * up * weight;
 }
 
-// Activation, weight and FP8 of gate+up sums.
+// Warps of two panels, which make 64 hidden values of a row together, wait for each other.
+__device__ __forceinline__ void pair_barrier(int pair) { group_barrier(1 + pair, 256 / OWN); }
+
+// Activation, weight and FP8 of gate+up sums. `rooms`: behind the barriers.
 template <int N>
-__device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
-  int g = lane >> 2, t = lane & 3, odd = g & 1, thread = warp * 32 + lane;
-  u32* peaks = (u32*)(room + OUT_BYTES);
-  float2* factors = (float2*)(room + OUT_BYTES + PEAK_BYTES);
-  float* weights = (float*)(room + OUT_BYTES + PEAK_BYTES + FACTOR_BYTES);
+__device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, const Item& item, u8* rooms, int group, int warp, int lane) {
+  int g = lane >> 2, t = lane & 3, odd = g & 1, thread = warp * 32 + lane, pair = group * OWN / 2, first_panel = group * OWN % 2;
+  u8 *room = rooms + pair * OUT_BYTES, *shared = rooms + GROUPS * OUT_BYTES + pair * PAIR_BYTES;
+  u32* peaks = (u32*)shared;
+  float2* factors = (float2*)(shared + PEAK_BYTES);
+  float* weights = (float*)(shared + PEAK_BYTES + FACTOR_BYTES);
+  bool leads = first_panel == 0 && thread == 0;
   if (thread < N) {
     int choice = thread < item.rows ? c.choice[item.octet * 8 + thread] : -1;
     weights[thread] = choice >= 0 ? __ldg(c.weights + choice) : 0.f;
   }
-  if (thread == 0) stores_read();
-  group_barrier(1 + group, 128);
-  u32 kept[2][N / 8];
+  if (leads) stores_read();
+  pair_barrier(pair);
+  u32 kept[OWN][N / 8];
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
     float2 weight = *(const float2*)(weights + 8 * j + 2 * t);
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
+    for (int p = 0; p < OWN; p++) {
       float value[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -244,30 +253,30 @@ __device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, c
       kept[p][j] = pair;
 #pragma unroll
       for (int by = 4; by < 32; by *= 2) largest = larger_halves(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
-      if (g == 0) peaks[(p * (WIDTH / 2) + 4 * j + t) * 4 + warp] = largest;
+      if (g == 0) peaks[((first_panel + p) * (WIDTH / 2) + 4 * j + t) * 4 + warp] = largest;
     }
   }
-  group_barrier(1 + group, 128);
+  pair_barrier(pair);
   if (thread < N) {
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      uint4 own = *(const uint4*)(peaks + (p * (WIDTH / 2) + thread / 2) * 4);
+    for (int p = 0; p < OWN; p++) {
+      uint4 own = *(const uint4*)(peaks + ((first_panel + p) * (WIDTH / 2) + thread / 2) * 4);
       u32 largest = larger_halves(larger_halves(own.x, own.y), larger_halves(own.z, own.w));
       float scale = fp8_scale(thread & 1 ? largest & 0xFFFF0000u : largest << 16);
-      factors[p * WIDTH + thread] = make_float2(scale, power_reciprocal(scale));
+      factors[(first_panel + p) * WIDTH + thread] = make_float2(scale, power_reciprocal(scale));
     }
   }
-  group_barrier(1 + group, 128);
+  pair_barrier(pair);
   u32 at = shared_address(room) + lane * 128;
 #pragma unroll
-  for (int p = 0; p < 2; p++) {
+  for (int p = 0; p < OWN; p++) {
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      float4 two = *(const float4*)(factors + p * WIDTH + 8 * j + 2 * t);
+      float4 two = *(const float4*)(factors + (first_panel + p) * WIDTH + 8 * j + 2 * t);
       float2 near = nearest_fp8(low_of(kept[p][j]) * two.y, high_of(kept[p][j]) * two.w);
       kept[p][j] = bfloat_pair(near.x * two.x, near.y * two.z);
     }
-    u32 unit = ((p * 4 + warp) ^ (lane & 7)) << 4;
+    u32 unit = (((first_panel + p) * 4 + warp) ^ (lane & 7)) << 4;
 #pragma unroll
     for (int j = 0; j < N / 8; j += 4) {
       // Where fewer than four tiles are left, lanes without one point to the first.
@@ -276,24 +285,25 @@ __device__ __forceinline__ void leave_hidden(TileSums<N>& sums, const Call& c, c
     }
   }
   barriers_ready();
-  group_barrier(1 + group, 128);
-  if (thread == 0) {
-    u8* to = c.hidden + ((i64)(item.block * (PANELS / 2) + group) * c.octets + item.octet) * 1024;
+  pair_barrier(pair);
+  if (leads) {
+    u8* to = c.hidden + ((i64)(item.block * (PANELS / 2) + pair) * c.octets + item.octet) * 1024;
     bulk_store(to, room, (item.rows + 7) / 8 * 1024);
     stores_commit();
   }
 }
 
 template <int N>
-__device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, const Item& item, u8* room, int group, int warp, int lane) {
+__device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, const Item& item, u8* rooms, int group, int warp, int lane) {
+  u8* room = rooms + group * OUT_BYTES;
   int thread = warp * 32 + lane, outputs = c.panels * 64, row = thread >> 3, unit = thread & 7;
-  u16* to = c.each + (item.block * PANELS + group * 2) * 64 + unit * 8;
+  u16* to = c.each + (item.block * PANELS + group * OWN) * 64 + unit * 8;
   int choice[N / 16];
 #pragma unroll
   for (int i = 0; i < N / 16; i++) choice[i] = row + 16 * i < item.rows ? c.choice[item.octet * 8 + row + 16 * i] : -1;
   u32 at = shared_address(room) + (lane >> 4) * 1024 + (lane & 7) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-  for (int p = 0; p < 2; p++) {
+  for (int p = 0; p < OWN; p++) {
     group_barrier(1 + group, 128);
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2)
@@ -310,16 +320,16 @@ __device__ __forceinline__ void leave_each(TileSums<N>& sums, const Call& c, con
 
 // A tile of up to N rows, or of more.
 template <bool UP, int N = LEAST>
-__device__ __forceinline__ void tile(const Call& c, const Item& item, StageRing& ring, u8* room, int group, int warp, int lane) {
+__device__ __forceinline__ void tile(const Call& c, const Item& item, StageRing& ring, u8* rooms, int group, int warp, int lane) {
   if constexpr (N + 16 <= WIDTH) {
-    if (item.rows > N) return tile<UP, N + 16>(c, item, ring, room, group, warp, lane);
+    if (item.rows > N) return tile<UP, N + 16>(c, item, ring, rooms, group, warp, lane);
   }
   // Zeros, not products without a sum: what is read before it is written would stay alive, and other tiles have no registers then.
   TileSums<N> sums = {};
   int top = top_of<UP>(warp, lane >> 2), low = low_of_pair<UP>(top, lane >> 2);
   multiply<N>(sums, c.inputs / 128, ring, group, top, low, lane);
-  if (UP) leave_hidden<N>(sums, c, item, room, group, warp, lane);
-  else leave_each<N>(sums, c, item, room, group, warp, lane);
+  if (UP) leave_hidden<N>(sums, c, item, rooms, group, warp, lane);
+  else leave_each<N>(sums, c, item, rooms, group, warp, lane);
 }
 
 // A bringing warp's lane: codes of one of the block's panels, and for two of them half of the rows' inputs.
@@ -362,15 +372,17 @@ template <bool UP> __device__ __forceinline__ void grouped(const Call& c) {
   __syncthreads();
   Item item;
   if (warp >= MULTIPLY) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (lane == 0) bring(c, ring, warp - MULTIPLY);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     int group = warp >> 2;
-    u8* room = raw + STAGES * STAGE + BARRIERS + group * GROUP_BYTES;
+    u8* rooms = raw + STAGES * STAGE + BARRIERS;
 #pragma unroll 1
     for (int index = blockIdx.x; item_of(item, c, index); index += gridDim.x)
-      tile<UP>(c, item, ring, room, group, warp & 3, lane);
+      tile<UP>(c, item, ring, rooms, group, warp & 3, lane);
     if (UP && (thread & 127) == 0) stores_done();
   }
 }

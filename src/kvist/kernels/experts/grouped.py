@@ -21,7 +21,6 @@ from kvist.kernels.device.row import CODES, blocks_of, on_hopper
 from kvist.kernels.experts.gpu_bank import GpuBank
 
 PANELS = 4
-THREADS = 384
 OCTET = 8
 UNIT = 16
 MOST_EXPERTS = 1024
@@ -65,10 +64,20 @@ class Laid(NamedTuple):
 Build = Callable[[torch.device, int], dict[str, Kernel]]
 
 
+def _groups(width: int) -> int:
+    """Multiplying warpgroups of a block."""
+    return 2 if width > 64 else 4
+
+
+def threads_of(width: int) -> int:
+    """Threads of a block of `gate_up` and `down`: one warpgroup brings what the others multiply."""
+    return 128 * (_groups(width) + 1)
+
+
 def shared_bytes(width: int) -> int:
-    """Dynamic shared memory of a block: stages, barriers, and what each of two warpgroups keeps of a tile on its way out."""
-    stages = 4 if width > 64 else 6
-    return stages * (width * 256 + PANELS * (CODES + 256)) + 1024 + 2 * width * (128 + 16 + 16 + 4)
+    """Dynamic shared memory of a block: stages, barriers, and what warpgroups keep of a tile on its way out."""
+    stages = 4 if width > 64 else 5
+    return stages * (width * 256 + PANELS * (CODES + 256)) + 1024 + width * (_groups(width) * 128 + 2 * (16 + 16 + 4))
 
 
 def built(device: torch.device, width: int) -> dict[str, Kernel]:
@@ -149,13 +158,13 @@ def run_grouped(
     (n, s), device, up, down = ids_NS.shape, x_ND.device, bank.gate_up, bank.down
     width = width_for(n * s, up.experts) if width is None else width
     places = lay(ids_NS, up.experts, width, build=build)
-    found, blocks = build(device, width), blocks_of(device) if blocks is None else blocks
+    found, blocks, threads = build(device, width), blocks_of(device) if blocks is None else blocks, threads_of(width)
     rows = torch.empty(up.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)
     hidden = torch.empty(down.inputs // 64, places.octets, 1024, dtype=torch.uint8, device=device)
     each = torch.empty(n * s, down.outputs, dtype=x_ND.dtype, device=device)
     first = _call(places, x_ND.contiguous(), up, weights_NS.contiguous(), limit, laid=rows, hidden=hidden)
     found["gather"].launch(first, places.octets, 256)
-    found["gate_up"].launch(first, blocks, THREADS, shared_bytes=shared_bytes(width))
+    found["gate_up"].launch(first, blocks, threads, shared_bytes=shared_bytes(width))
     second = _call(places, x_ND, down, weights_NS, limit, laid=hidden, each=each)
-    found["down"].launch(second, blocks, THREADS, shared_bytes=shared_bytes(width))
+    found["down"].launch(second, blocks, threads, shared_bytes=shared_bytes(width))
     return each

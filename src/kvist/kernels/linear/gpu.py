@@ -26,6 +26,9 @@ PLAIN = interpreted()
 EXPANDED_ROWS = 96
 """Rows from which an FP8 weight is expanded first: 3 bytes a weight, 30 us, against products at 60% of cuBLAS's rate."""
 EXPANDED_CHUNKS = 4
+SHORT_INPUTS, SHORT_ROWS, SHORT_PANELS = 2048, 384, 512
+"""A weight of at most so many inputs and at least so many panels is multiplied as it is up to so many rows (wq_b, us: at 144 rows
+48 for 66, at 256 52 for 71)."""
 
 
 class Cut(NamedTuple):
@@ -41,6 +44,7 @@ class Cut(NamedTuple):
 ONE = Cut(8, 2, 792, 4, 4)
 FEW = Cut(16, 2, 792, 4, 4)
 SOME = Cut(64, 1, 792, 4, 4)
+MIDDLE = Cut(64, 2, 0, 4, 3)
 MANY = Cut(256, 2, 0, 8, 3)
 
 
@@ -120,15 +124,21 @@ def product_expanded(x_NX: Tensor, weight: PanelWeight, groups: int) -> Tensor:
     if groups == 1:
         return F.linear(x_NX, w_OI)
     out = torch.empty(len(x_NX), weight.outputs, dtype=x_NX.dtype, device=x_NX.device)
-    parts = zip(x_NX.split(weight.inputs, 1), w_OI.chunk(groups), out.chunk(groups, 1), strict=True)
-    for x_NI, w_oI, out_No in parts:
-        torch.mm(x_NI, w_oI.t(), out=out_No)
+    # All groups at once: one alone leaves half of the card idle.
+    x_GNI, w_GoI, out_GNo = x_NX.unflatten(1, (groups, -1)), w_OI.unflatten(0, (groups, -1)), out.unflatten(1, (groups, -1))
+    torch.bmm(x_GNI.transpose(0, 1), w_GoI.transpose(1, 2), out=out_GNo.transpose(0, 1))
     return out
+
+
+def expansion_pays(rows: int, weight: PanelWeight) -> bool:
+    """Whether rows are multiplied with the weight's bfloat16 copy."""
+    short = weight.inputs <= SHORT_INPUTS and weight.codes.shape[1] >= SHORT_PANELS
+    return weight.form == "fp8" and rows >= (SHORT_ROWS if short else EXPANDED_ROWS)
 
 
 def cut_for(rows: int, weight: PanelWeight, groups: int) -> Cut:
     """The cut for a number of rows. Programs of several panels need whole ones of them in a group."""
-    cut = ONE if rows <= 8 else FEW if rows <= 16 else SOME if rows < EXPANDED_ROWS else MANY
+    cut = ONE if rows <= 8 else FEW if rows <= 16 else SOME if rows < EXPANDED_ROWS else MIDDLE if rows <= 192 else MANY
     if (weight.outputs // groups) % (64 * cut.panels) == 0:
         return cut
     return cut._replace(panels=1, warps=4)
@@ -168,7 +178,7 @@ def linear_gpu(x_NI: Tensor, w_OI: Tensor | PanelWeight, form: str | None, group
     flat = x_NI.reshape(-1, x_NI.shape[-1]).contiguous()
     if not len(flat):
         return x_NI.new_zeros(*x_NI.shape[:-1], w_OI.outputs)
-    if len(flat) >= EXPANDED_ROWS and w_OI.form == "fp8":
+    if expansion_pays(len(flat), w_OI):
         out = product_expanded(flat, w_OI, groups)
     else:
         out = product_gpu(flat, w_OI, groups, cut_for(len(flat), w_OI, groups))
