@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     const u8* at = ring.raw + ring.stage * STAGE;
-    u32 rows = shared_address(at);
+    u32 rows = descriptor(shared_address(at));
     int now = ring.stage;
     ring.next();
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ __forceinline__ void multiply(TileSums<N>& sums, int steps, StageRing
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        add_product<N>(sums[p], a[own][k], descriptor(rows + half * (WIDTH * 128) + k * 32));
+        add_product<N>(sums[p], a[own][k], rows + (half * (WIDTH * 128) + k * 32) / 16);
       products_end();
       if (half && p + 1 < OWN) take_panel(words, powers, at, OWN * group + p + 1, top, low, t);
       if (i == 2 * OWN - 1 && step + 1 < steps) {
