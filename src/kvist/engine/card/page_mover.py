@@ -74,13 +74,16 @@ class PageMover:
         is queued on the current stream afterwards sees the pages. Raises ValueError for pages that the pool does not have.
         """
         self._let_go()
-        ids, coming, first, size = self._numbers(pages), iter(payloads), 0, self._first
+        ids: Tensor | None = None
+        coming, first, size = iter(payloads), 0, self._first
         with self._lanes() as lanes:
             while first < len(pages):
                 wanted = min(size, len(pages) - first)
                 part = [self.memory.own(payload) for payload in _there(islice(coming, wanted))]
                 lane = next(lanes)
                 self._send(lane, part)
+                # The first copy is on its way before the page numbers are looked at.
+                ids = self._numbers(pages) if ids is None else ids
                 self._scatter(lane, ids[first : first + len(part)])
                 # Of the link's time for a part, the host takes half to prepare as large a one: the next is as much larger.
                 first, size = first + len(part), min(2 * size, self.part)
