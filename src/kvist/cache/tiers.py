@@ -24,9 +24,11 @@ _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
 _READ_PAGES: Final = 64
-_DIRECT_READERS: Final = 3
-_PROVERS: Final = 4
-"""Threads where pages are read straight to their places: that read (a disk likes few), and that prove what was read meanwhile."""
+_DIRECT_READERS = 3
+_DIRECT_BYTES = 8 << 20
+_PROVERS = 4
+"""Where pages are read straight to their places: threads that read, bytes that one takes at a time, and threads that prove what was
+read meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +113,7 @@ class Tiers:
         self.queue_bytes, self.queued_bytes, self.stage_bytes = queue_bytes, 0, stage_bytes
         self._timeout_s = read_timeout_s
         self._memory: PageMemory | None = None
+        self._read_pages = _READ_PAGES
         self._provers: ThreadPoolExecutor | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
@@ -146,6 +149,7 @@ class Tiers:
             self._readers.shutdown()
             self._readers = ThreadPoolExecutor(_DIRECT_READERS, thread_name_prefix="kvist-page-reader")
             self._provers = ThreadPoolExecutor(_PROVERS, thread_name_prefix="kvist-page-prover")
+            self._read_pages = max(1, _DIRECT_BYTES // size)
         self._memory = memory
 
     def where(self, keys: Sequence[bytes]) -> list[str | None]:
@@ -227,7 +231,7 @@ class Tiers:
         is left alone, and what there is no room for is skipped and counted."""
         if self.store is None:
             return
-        wanted: list[bytes] = []
+        batch: list[bytes] = []
         with self._changed:
             for key in keys:
                 if key in self._arriving or key in self._staged or self.in_memory(key):
@@ -236,10 +240,14 @@ class Tiers:
                     self.counters.prefetch_skipped += 1
                     continue
                 self._arriving[key] = _Coming()
-                wanted.append(key)
-            self.counters.prefetched += len(wanted)
-            for at in range(0, len(wanted), _READ_PAGES):
-                self._start_reading(wanted[at : at + _READ_PAGES])
+                self.counters.prefetched += 1
+                batch.append(key)
+                if len(batch) == self._read_pages:
+                    # The disk begins before all keys have been looked at.
+                    self._start_reading(batch)
+                    batch = []
+            if batch:
+                self._start_reading(batch)
 
     def arriving(self, key: bytes) -> bool:
         """Whether a page is being read ahead right now."""
