@@ -27,7 +27,7 @@ _READ_PAGES: Final = 64
 _DIRECT_READERS = 3
 _DIRECT_BYTES = 8 << 20
 _PROVERS = 4
-"""Where pages are read straight to their places: threads that read, bytes that one takes at a time, and threads that prove what was
+"""Where pages are read straight to their places: threads that read, bytes that one takes at a time, threads that prove what was
 read meanwhile."""
 
 log = logging.getLogger(__name__)

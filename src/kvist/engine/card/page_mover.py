@@ -79,9 +79,9 @@ class PageMover:
         with self._lanes() as lanes:
             while first < len(pages):
                 wanted = min(size, len(pages) - first)
-                part = [self.memory.own(payload) for payload in _there(islice(coming, wanted))]
+                part, places = self._owned(islice(coming, wanted))
                 lane = next(lanes)
-                self._send(lane, part)
+                self._send(lane, part, places)
                 # The first copy is on its way before the page numbers are looked at.
                 ids = self._numbers(pages) if ids is None else ids
                 self._scatter(lane, ids[first : first + len(part)])
@@ -100,10 +100,10 @@ class PageMover:
                 with lane.entered():
                     staged_RB = lane.device_RB[: len(part)]
                     staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
-                    places = self.memory.take(len(part))
+                    taken, places = self._owned(iter(self.memory.take(len(part))))
                     for places_RB, at in self._runs(places):
                         places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
-                held, size = [*held, *places], min(2 * size, self.part)
+                held, size = [*held, *taken], min(2 * size, self.part)
         for lane in self.lanes:
             if lane.stream is not None:
                 lane.stream.synchronize()
@@ -115,19 +115,33 @@ class PageMover:
         self._pieces.append(piece)
         return piece.numpy().data
 
-    def _runs(self, held: Sequence[memoryview]) -> Iterator[tuple[Tensor, int]]:
-        """Records [n, record bytes] of neighbouring places, and at which of `held` each run begins."""
-        numbers = [place for page in held if (place := self.memory.place_of(page)) is not None]
-        assert len(numbers) == len(held), "only pages of this memory are moved"
-        for first, stop in self.memory.runs(numbers):
-            piece, at = divmod(numbers[first], self.memory.each)
+    def _owned(self, payloads: Iterator[Buffer | None]) -> tuple[list[memoryview], list[int]]:
+        """Pages up to the first that is missing, copied into `memory` where they lie elsewhere, and their places."""
+        held, places, place_of = list[memoryview](), list[int](), self.memory.place_of
+        for payload in payloads:
+            if payload is None:
+                break
+            place = place_of(payload)
+            if place is None:
+                payload = self.memory.own(payload)
+                place = place_of(payload)
+            assert place is not None
+            assert isinstance(payload, memoryview)
+            held.append(payload)
+            places.append(place)
+        return held, places
+
+    def _runs(self, places: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Records [n, record bytes] of neighbouring places, and at which of `places` each run begins."""
+        for first, stop in self.memory.runs(places):
+            piece, at = divmod(places[first], self.memory.each)
             records_RB = self._pieces[piece].view(-1, self.memory.record_bytes)
             yield records_RB[at : at + stop - first], first
 
-    def _send(self, lane: _Lane, held: list[memoryview]) -> None:
+    def _send(self, lane: _Lane, held: list[memoryview], places: Sequence[int]) -> None:
         """Pages on their way into a lane's staging; their places stay taken until they have left."""
         with lane.entered():
-            for places_RB, at in self._runs(held):
+            for places_RB, at in self._runs(places):
                 lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
         if lane.stream is not None:
             self._leaving.append((lane.stream.record_event(), held))
@@ -171,11 +185,3 @@ class PageMover:
         finally:
             for stream in streams:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
-
-
-def _there(payloads: Iterator[Buffer | None]) -> Iterator[Buffer]:
-    """Up to the first that is missing."""
-    for payload in payloads:
-        if payload is None:
-            return
-        yield payload
