@@ -221,6 +221,7 @@ static void arrivals_arrive(unsigned at) {
   Arrivals& a = block->arrivals[at / 8];
   a.left--, a.turn();
 }
+static bool arrivals_passed(unsigned at, int parity) { return (int)(block->arrivals[at / 8].phase & 1) != parity; }
 static void arrivals_wait(unsigned at, int parity) {
   while ((int)(block->arrivals[at / 8].phase & 1) == parity) take_turns();
 }

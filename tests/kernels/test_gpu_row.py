@@ -25,6 +25,36 @@ def test_experts_of_one_row() -> None:
     case("experts", [Experts(0)]).check()
 
 
+def test_one_row_chooses_among_many_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of the router a block, twelve experts a lane of the warp that chooses."""
+    from benchmarks import gpu_row_cases
+
+    monkeypatch.setattr(gpu_row_cases, "EXPERTS", 384)
+    monkeypatch.setattr(gpu_row_cases, "F", 256)
+    gpu_row_cases.case("experts", [gpu_row_cases.Experts(0)]).check()
+
+
+@pytest.mark.parametrize("experts", [3, 128])
+def test_given_experts_of_one_row(experts: int) -> None:
+    """Beside the launches for any rows; one choice of none; the same bits in 20 runs."""
+    from benchmarks.gpu_weights import random_panels, random_rows
+    from kvist.kernels.experts.gpu import DECODE, GpuBank, down_gpu, gate_up_gpu, plan_rows
+    from kvist.kernels.experts.row import given_experts_row
+
+    d, f, k = 5120, 2304, 3
+    bank = GpuBank(random_panels("fp4", 2 * f, d, experts=experts, paired=True), random_panels("fp4", d, f, experts=experts))
+    for seed in range(3):
+        source = torch.Generator("cuda").manual_seed(seed)
+        x, weights = random_rows(1, d, seed), torch.rand(1, k, device="cuda", generator=source)
+        ids = torch.rand(1, experts, device="cuda", generator=source).topk(k, 1).indices.sort(1).values
+        ids[0, seed] = -1
+        plan = plan_rows(ids, experts, DECODE.tile)
+        want = down_gpu(gate_up_gpu(x, weights, plan, bank.gate_up, 10.0, "fp8", DECODE), ids, plan, bank.down, DECODE)
+        got = given_experts_row(x, ids, weights, bank, limit=10.0)
+        assert float((got - want).norm() / want.norm()) < 5e-3
+        assert all(torch.equal(given_experts_row(x, ids, weights, bank, limit=10.0), got) for _ in range(20))
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (77, 64), (900, 64), (900, 112)])
 def test_experts_of_many_rows(rows: int, width: int) -> None:
     from benchmarks.gpu_weights import random_panels, random_rows

@@ -154,7 +154,7 @@ def panel_product(acc, codes, scales, x, row, alive, first, STEPS: tl.constexpr,
     for step in range(STEPS):
         at = panel * CHUNKS + first + step
         begin = (first + step) * (32 * RUNS)
-        word = tl.load(codes + (at * 2048 + r * 32)[:, None] + k[None, :])
+        word = tl.load(codes + (at * 2048 + r * 32)[:, None] + k[None, :], eviction_policy="evict_first")
         x0 = _rows_run(x, row, alive, begin, K, WHOLE, PLAIN)
         x1 = _rows_run(x, row, alive, begin + 32, K, WHOLE, PLAIN)
         if FP4:

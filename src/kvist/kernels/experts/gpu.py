@@ -20,8 +20,10 @@ from kvist.kernels.device import PanelWeight, interpreted, require_bfloat16, req
 from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
 from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
+from kvist.kernels.device.row import blocks_of, on_hopper
 from kvist.kernels.experts.gpu_bank import GpuBank as GpuBank
 from kvist.kernels.experts.grouped import fits, run_grouped
+from kvist.kernels.experts.row import given_experts_row, takes
 from kvist.kernels.linear.gpu import EXPANDED_ROWS, expanded
 
 PLAIN = interpreted()
@@ -367,6 +369,8 @@ def groups_pay(choices: int, bank: GpuBank) -> bool:
 def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """All choices of all rows through one bank, float32 [N,D]."""
     n, choices = len(x_ND), ids_NS.numel()
+    if n == 1 and form == "fp8" and on_hopper(x_ND) and takes(bank, choices, blocks_of(x_ND.device)):
+        return given_experts_row(x_ND, ids_NS, weights_NS, bank, limit=limit)
     if groups_pay(choices, bank) and form == "fp8":
         return sum_choices(run_grouped(x_ND, ids_NS, weights_NS, bank, limit), ids_NS)
     shapes = (shape_for(n, choices, bank.gate_up), shape_for(n, choices, bank.down))

@@ -1,9 +1,10 @@
 // The experts' half of a layer for one row in one launch, for Hopper (sm_90a): needs `device/stream.cuh`, `hyper_connections/collapse.cuh`.
 //
-// Every block norms and quantises the row, then takes equal runs of chunks of the shared expert's gate+up, of the chosen experts'
-// gate+up, and of all downs. Logits of the router are made by all blocks before the first run and the choice is made by a warp of each
-// while the first run is read, so that weights keep coming. Panels that blocks share are finished by the block that begins them,
-// from the others' parts in their order; downs are left as parts for the next pass: bits never depend on timing. All blocks must be on
+// Every block norms and quantises the row, then takes equal runs of chunks of three pieces: gate+up of the shared expert, of the chosen
+// ones, and all downs. Scores of the router are made by all blocks before the first run, the choice by a warp of each while the first run
+// is read. Answers of memory come to a multiprocessor in their order: what is waited for is asked for before the rings are filled.
+// Panels that blocks share are finished by the block that begins them, from the others' parts in their order; downs are left as parts for
+// the next pass, or added the same way: bits never depend on timing. A row may also come with its experts chosen. All blocks must be on
 // the card at once. Knows no layers.
 
 static const int WARPS = 12;  // that multiply
@@ -13,6 +14,13 @@ static const int THREADS = 32 * (WARPS + 1);  // one warp chooses
 static const int MOST_EXPERTS = 384;
 static const int MOST_CHOSEN = 16;
 static const int MOST_GATES = 3;     // rows of the router a block
+static const int MOST_WIDTH = 1024 * D_STEPS;
+static const int MOST_SLOTS = 32;
+static const u32 BROKEN = 0xFFFFFFFF;  // order of a score that is no number
+
+typedef unsigned long long u64;
+
+enum { SHARED_UP, ROUTED_UP, DOWN, PIECES };
 
 struct Call {
   const u16* gate;  // [E, D]
@@ -27,32 +35,60 @@ struct Call {
   const u32* shared_up_scales;
   const u8* shared_down_codes;
   const u32* shared_down_scales;
-  float* logits;        // [E]
-  float* shared_parts;  // [blocks, 64]
-  float* routed_parts;
+  float* parts;         // [2, blocks, 64] of panels that blocks share
   u16* hidden;          // [K + 1, F]
   float* out;           // parts [most, D]
-  i64* ids;             // [K]
+  i64* ids;             // [K]: made, or given beside a row
   float* weights;
-  u32* counters;        // logits, panels, exits, then two flags a block: zero before and after
+  const u16* given;     // [D] a row whose experts are chosen and whose channels are quantised; null: norm and route
+  float* whole;         // [D] the parts' sum; null: left in parts
+  u64* scores;          // [E] an expert's order and score: zero before and after
+  u32* counters;        // panels, exits, then two flags a block: zero before and after
   Streams streams;
-  int width, hidden_width, experts, chosen, blocks, shared_share, routed_share, down_share, slots, normalise;
+  int width, hidden_width, experts, chosen, blocks, shared_share, up_share, down_share, slots, inputs, normalise;
   float limit, temperature, scale;
 };
 
-enum { LOGITS, PANELS, EXITS, FLAGS };
+enum { PANELS, EXITS, FLAGS };
+// Barriers of a block: choice made; hidden rows whole; `rest` there.
+enum { CHOICE, HIDDEN, REST, BARRIERS };
 
-struct Shared {  // of a block, behind the rings
-  u32 counts[32];  // warps that are done with a slot's sums
+struct Run {  // a block's part of a piece
+  int first, end, chunks, panel, slots;  // `chunks` of a panel; `panel`: the first
+};
+
+struct __align__(16) Shared {  // of a block, behind the rings
+  u64 barriers[BARRIERS];
+  float rest[64];          // of the last panel of the chosen gate+up: what following blocks add to it
+  float sums[32];
+  u32 counts[MOST_SLOTS];  // warps that are done with a slot's sums
+  Run runs[PIECES];
   int ids[MOST_CHOSEN];
   float weights[MOST_CHOSEN];
   float partial[MOST_GATES][ROW_THREADS / 32];
-  float scores[MOST_EXPERTS];
-  u32 keys[MOST_EXPERTS];
-  int found[MOST_CHOSEN];
-  float rest[64];   // of the last panel of the chosen gate+up: what following blocks add to it
-  u8 barriers[32];  // choice made; hidden rows whole; `rest` there
 };
+
+struct Work {
+  int up_panels, up_all, fp4_down, fp8_down;  // panels and chunks of an expert's gate+up; chunks of a down panel: an expert's, the shared one's
+  __device__ __forceinline__ Run run(const Call& c, int block, int piece) const {
+    Run r;
+    int share = piece == SHARED_UP ? c.shared_share : piece == ROUTED_UP ? c.up_share : c.down_share;
+    r.chunks = piece == SHARED_UP ? c.width / 64 : piece == ROUTED_UP ? c.width / 128 : c.chosen * fp4_down + fp8_down;
+    // Without a shared expert its runs are empty.
+    int all = (piece == SHARED_UP ? (fp8_down ? up_panels : 0) : piece == ROUTED_UP ? c.chosen * up_panels : c.width / 64) * r.chunks;
+    r.first = min(block * share, all), r.end = min(r.first + share, all);
+    r.panel = (u32)r.first / (u32)r.chunks;
+    r.slots = r.first < r.end ? (u32)(r.end - 1) / (u32)r.chunks - r.panel + 1 : 0;
+    return r;
+  }
+};
+
+__device__ __forceinline__ void tell_wide(u64* p, u64 x) { asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory"); }
+__device__ __forceinline__ u64 seen_wide(const u64* p) {
+  u64 x;
+  asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
 
 __device__ __forceinline__ float score_of(float logit) {
   float x = min(logit, 20.f), grown = power2(1.4426950408889634f * x), one = 1.f + grown;
@@ -60,54 +96,48 @@ __device__ __forceinline__ float score_of(float logit) {
   return sqrtf(logit > 20.f ? logit : small);
 }
 
-// The chosen experts, ascending, and their weights, by one warp. All loops are rolled: this code runs once, and comes from far.
-__device__ __forceinline__ void choose(const Call& c, Shared* own, int lane, bool write) {
-  const float* bias = c.text[0] ? c.bias_text : c.bias_image;
-  int broken = 0;
-#pragma unroll 1
-  for (int first = lane; first < c.experts; first += 128) {
-    float logit[4], more[4];
+// A lane's expert's order and score, in one word, so that whoever sees it needs no other: never zero.
+__device__ __forceinline__ u64 scored(float logit, float bias, float temperature) {
+  float score = score_of(logit / temperature), order = score + bias + 0.f;
+  u32 bits = __float_as_uint(order), key = order != order ? BROKEN : max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+  return (u64)key << 32 | __float_as_uint(score);
+}
+
+// The chosen experts, ascending, and their weights, by one warp, whose lanes have KEYS experts each.
+template <int KEYS> __device__ __forceinline__ void choose(const Call& c, Shared* own, int lane, bool write) {
+  u64 word[KEYS] = {};
+  bool there;
+  do {
+    there = true;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int e = min(first + 32 * i, c.experts - 1);
-      logit[i] = __ldcg(c.logits + e), more[i] = __ldg(bias + e);
-    }
+    for (int i = 0; i < KEYS; i++)
+      if (lane + 32 * i < c.experts && !word[i]) word[i] = seen_wide(c.scores + lane + 32 * i);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int e = first + 32 * i;
-      if (e < c.experts) own->scores[e] = logit[i], own->keys[e] = __float_as_uint(more[i]);
-    }
-  }
-#pragma unroll 1
-  for (int e = lane; e < c.experts; e += 32) {
-    float score = score_of(own->scores[e] / c.temperature), order = score + __uint_as_float(own->keys[e]) + 0.f;
-    broken |= order != order;
-    u32 bits = __float_as_uint(order);
-    own->scores[e] = score;
-    own->keys[e] = max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
-  }
+    for (int i = 0; i < KEYS; i++) there &= lane + 32 * i >= c.experts || word[i];
+  } while (__ballot_sync(0xFFFFFFFF, there) != 0xFFFFFFFF);
+  u32 broken = 0;
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) broken |= (word[i] >> 32) == BROKEN;
   bool whole = __ballot_sync(0xFFFFFFFF, broken) == 0;
+  int mine = 0;
+  float score = 0.f;  // of the lane's turn; a row with a NaN weighs nothing
 #pragma unroll 1
   for (int turn = 0; turn < c.chosen; turn++) {
-    u32 best = 0, at = 0;
-#pragma unroll 1
-    for (int e = lane; e < c.experts; e += 32)
-      if (own->keys[e] > best) best = own->keys[e], at = e;
-    u32 highest = warp_max(best);
-    at = warp_min(best == highest ? at : 0xFFFFFFFF);
-    if (at % 32 == lane) own->keys[at] = 0, own->found[turn] = at;
+    u32 best = 0, at = 0, its = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++)
+      if ((u32)(word[i] >> 32) > best) best = word[i] >> 32, at = lane + 32 * i, its = (u32)word[i];
+    u32 highest = warp_max(best), first = warp_min(best == highest ? at : 0xFFFFFFFF);
+    its = __shfl_sync(0xFFFFFFFF, its, first & 31);
+    if (lane == turn) mine = first, score = whole ? __uint_as_float(its) : 0.f;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++)
+      if (lane + 32 * i == first) word[i] = 0;
   }
-  __syncwarp();
-  int mine = lane < c.chosen ? own->found[lane] : 0, place = 0;
-  float sum = 0.f;
-  // A row with a NaN weighs nothing.
-  float weight = whole ? own->scores[mine] : 0.f;
+  float sum = 0.f, weight = score;
+  int place = 0;
 #pragma unroll 1
-  for (int k = 0; k < c.chosen; k++) {
-    int other = own->found[k];
-    place += other < mine;
-    sum += whole ? own->scores[other] : 0.f;
-  }
+  for (int k = 0; k < c.chosen; k++) place += __shfl_sync(0xFFFFFFFF, mine, k) < mine, sum += __shfl_sync(0xFFFFFFFF, score, k);
   if (c.normalise) weight = weight / (sum + 1e-20f);
   if (lane < c.chosen) {
     own->ids[place] = mine, own->weights[place] = weight * c.scale;
@@ -138,7 +168,7 @@ __device__ __forceinline__ float2 sum_of_warps(const float* sums, int lane) {
   return total;
 }
 
-// Adds the parts of a panel that following blocks made.
+// Adds the parts of a panel that following blocks made; it ends `stop` chunks behind the first block's.
 __device__ __forceinline__ void add_following(float2& total, const float* parts, u32* flags, int block, int share, int stop, int lane) {
 #pragma unroll 1
   for (int other = block + 1; other * share < stop; other++) {
@@ -152,29 +182,26 @@ __device__ __forceinline__ void add_following(float2& total, const float* parts,
   }
 }
 
-struct Run {  // a block's part of a phase
-  int first, end, chunks, panel, slots;  // `panel`: the first
-  __device__ __forceinline__ void cut(int block, int share, int all, int chunks_of_panel) {
-    first = min(block * share, all), end = min(first + share, all), chunks = chunks_of_panel;
-    panel = (u32)first / (u32)chunks;
-    slots = first < end ? (u32)(end - 1) / (u32)chunks - panel + 1 : 0;
-  }
-};
-
-struct Work {
-  Run shared_up, routed_up, down;
-  int fp4_down, fp8_down, up_panels, up_all;  // chunks of a down panel an expert; panels and chunks of an expert's gate+up
-};
+// Whether all have arrived; the lanes of a warp agree.
+__device__ __forceinline__ bool passed(u32 at, int parity) {
+  u32 there;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(there)
+               : "r"(at), "r"(parity)
+               : "memory");
+  return __ballot_sync(0xFFFFFFFF, there) == 0xFFFFFFFF;
+}
 
 // What a warp reads next, a chunk of every `WARPS`.
 struct Reader {
   Ring<STAGES, STAGE> ring;
-  int phase, unit, end, left, expert, panel, place;
+  int piece, unit, end, left, expert, panel, place;
+  int owed;  // chunks that were not asked for, because the choice was not known
   i64 chunk;
 
-  __device__ __forceinline__ void open(u8* rings, const Work& w, int warp) {
+  __device__ __forceinline__ void open(u8* rings, const Run& shared_up, int warp) {
     ring.open(rings, warp);
-    phase = 0, unit = w.shared_up.first + warp, end = w.shared_up.end;
+    piece = owed = 0, unit = shared_up.first + warp, end = shared_up.end;
   }
   // The shared expert's gate+up alone, before the choice is known.
   __device__ __forceinline__ bool fill_shared(const Call& c, int lane) {
@@ -184,28 +211,33 @@ struct Reader {
     return true;
   }
   __device__ __forceinline__ void fill(const Call& c, const Work& w, const Shared* own, int lane) {
-    while (unit >= end && phase < 2) {
-      int behind = unit - end;
-      if (phase++ == 0) {
-        wait(shared_address(own->barriers), 0);
-        unit = w.routed_up.first + behind, end = w.routed_up.end;
-        expert = (u32)unit / (u32)w.up_all, left = (expert + 1) * w.up_all - unit;
-        chunk = (i64)own->ids[min(expert, c.chosen - 1)] * w.up_all + (w.up_all - left);
-      } else {
-        unit = w.down.first + behind, end = w.down.end;
-        panel = (u32)unit / (u32)w.down.chunks, place = unit - panel * w.down.chunks;
+    while (unit >= end && piece < DOWN) {
+      if (piece == SHARED_UP && !passed(shared_address(own->barriers + CHOICE), 0)) {
+        copies_commit();
+        owed++;
+        return;
       }
+      const Run& run = own->runs[++piece];
+      unit += run.first - end, end = run.end;
+      if (unit >= end) continue;
+      if (piece == ROUTED_UP) {
+        expert = (u32)unit / (u32)w.up_all, left = (expert + 1) * w.up_all - unit;
+        chunk = (i64)own->ids[expert] * w.up_all + (w.up_all - left);
+      } else panel = (u32)unit / (u32)run.chunks, place = unit - panel * run.chunks;
     }
-    bool there = unit < end;
-    const u8 *codes = c.shared_up_codes + (i64)unit * CODES, *scales = nullptr;
-    if (phase == 1) {
-      if (there && left <= 0) {
+    if (unit >= end) {
+      copies_commit();
+      return;
+    }
+    const u8 *codes, *scales = nullptr;
+    if (piece == ROUTED_UP) {
+      if (left <= 0) {
         while (left <= 0) expert++, left += w.up_all;
         chunk = (i64)own->ids[expert] * w.up_all + (w.up_all - left);
       }
       codes = c.up_codes + chunk * CODES, scales = c.up_scales + chunk * FP4_SCALES;
       chunk += WARPS, left -= WARPS;
-    } else if (phase == 2) {
+    } else if (piece == DOWN) {
       int fp4 = c.chosen * w.fp4_down;
       if (place < fp4) {
         int e = (u32)place / (u32)w.fp4_down;
@@ -213,9 +245,9 @@ struct Reader {
         codes = c.down_codes + at * CODES, scales = c.down_scales + at * FP4_SCALES;
       } else codes = c.shared_down_codes + ((i64)panel * w.fp8_down + (place - fp4)) * CODES;
       place += WARPS;
-      while (place >= w.down.chunks) place -= w.down.chunks, panel++;
-    }
-    ring.fill(there, codes, scales, lane);
+      for (int chunks = fp4 + w.fp8_down; place >= chunks; place -= chunks) panel++;
+    } else codes = c.shared_up_codes + (i64)unit * CODES;
+    ring.fill(true, codes, scales, lane);
     unit += WARPS;
   }
 };
@@ -272,6 +304,7 @@ __device__ __forceinline__ void add_runs(Sums& sums, const u8* stage, const uint
     for (int i = 0; i < 2; i++) sums[m + i][0] += d[i][0] * first[i], sums[m + i][2] += d[i][2] * second[i];
   }
 }
+// Keeps a warp's sums of a panel, those of its runs added.
 __device__ __forceinline__ void keep_runs(float* to, Sums& sums, int lane) {
 #pragma unroll
   for (int m = 0; m < 4; m++)
@@ -295,34 +328,33 @@ __device__ __forceinline__ bool last_of(u32* count, int lane) {
 }
 
 // The inputs of all of a warp's chunks of down, from `first` on, at once.
-__device__ __forceinline__ void take_hidden(const Call& c, const Work& w, u8* to, u32 first, int lane) {
-  const Run& run = w.down;
-  u32 fp4 = c.chosen * w.fp4_down;
+__device__ __forceinline__ void take_hidden(const Call& c, const Work& w, const Run& run, u8* to, int first, int lane) {
+  int fp4 = c.chosen * w.fp4_down;
 #pragma unroll 1
-  for (int i = lane; i < (c.down_share + WARPS - 1) / WARPS * 16; i += 32) {
-    u32 unit = first + i / 16 * WARPS, place = unit % (u32)run.chunks, piece = i % 16;
-    if (unit >= (u32)run.end || (place >= fp4 && piece >= 8)) continue;
-    u32 e = place < fp4 ? place / (u32)w.fp4_down : c.chosen;
-    u32 d = place < fp4 ? (place - e * w.fp4_down) * 128 : (place - fp4) * 64;
-    copy_unit(to + i * 16, c.hidden + (i64)e * c.hidden_width + d + piece * 8, true);
+  for (int i = lane; i < c.inputs * 16; i += 32) {
+    int unit = first + i / 16 * WARPS, place = (u32)unit % (u32)run.chunks, part = i % 16;
+    if (unit >= run.end || (place >= fp4 && part >= 8)) continue;
+    int e = place < fp4 ? (u32)place / (u32)w.fp4_down : c.chosen, d = place < fp4 ? (place - e * w.fp4_down) * 128 : (place - fp4) * 64;
+    copy_unit(to + i * 16, c.hidden + (i64)e * c.hidden_width + d + part * 8, true);
   }
   copies_commit();
   copies_wait<0>();
   __syncwarp();
 }
 
-// A panel's sums are whole in this block's warps: what becomes of them. `phase`: shared gate+up, chosen gate+up, down.
-__device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared* own, const float* sums, const Run& run, int phase, int panel,
+// A panel's sums are whole in this block's warps: what becomes of them.
+__device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared* own, const float* sums, const Run& run, int piece, int panel,
                                       int lane) {
   int block = blockIdx.x;
   float2 whole = sum_of_warps(sums, lane);
-  if (phase == 2) {
+  if (piece == DOWN && !c.whole) {
     int part = block - (u32)(panel * run.chunks) / (u32)c.down_share;
     *(float2*)(c.out + (i64)part * c.width + panel * 64 + 2 * lane) = whole;
     return;
   }
-  float* parts = phase ? c.routed_parts : c.shared_parts;
-  u32* flags = c.counters + FLAGS + (phase ? c.blocks : 0);
+  // Parts and flags of the chosen gate+up have been read when downs begin.
+  float* parts = c.parts + (piece == SHARED_UP ? 0 : c.blocks * 64);
+  u32* flags = c.counters + FLAGS + (piece == SHARED_UP ? 0 : c.blocks);
   if (panel * run.chunks < run.first) {
     *(float2*)(parts + block * 64 + 2 * lane) = whole;
     __syncwarp();
@@ -330,37 +362,44 @@ __device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared
     return;
   }
   int stop = (panel + 1) * run.chunks, expert = c.chosen;
-  if (phase) {
+  if (piece == DOWN) {
+    if (stop > run.end) add_following(whole, parts, flags, block, c.down_share, stop, lane);
+    *(float2*)(c.whole + panel * 64 + 2 * lane) = whole;
+    return;
+  }
+  if (piece == ROUTED_UP) {
     expert = (u32)panel / (u32)w.up_panels, panel -= expert * w.up_panels;
     if (stop > run.end) {
-      wait(shared_address(own->barriers) + 16, 0);
+      wait(shared_address(own->barriers + REST), 0);
       float2 rest = *(const float2*)(own->rest + 2 * lane);
       whole.x += rest.x, whole.y += rest.y;
     }
   } else if (stop > run.end) return;  // parts of others come as late as these: the warp that chooses finishes such a panel
-  finish(c, whole.x, whole.y, expert, panel, phase ? own->weights[expert] : 1.f, lane);
+  finish(c, whole.x, whole.y, expert, panel, piece == ROUTED_UP ? own->weights[expert] : 1.f, lane);
 }
 
-__device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, float* sums, const u32* up_table, const u32* down_table, u8* x,
-                                         int warp, int lane) {
+__device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, float* sums, const u32* up_table,
+                                         const u32* down_table, const u8* x, u8* hidden, int warp, int lane) {
   int behind = warp;  // chunks of the run before the warp's next one
+  int base = 0;
 #pragma unroll 1
-  for (int phase = 0; phase < 3; phase++) {
-    Run run = phase == 0 ? w.shared_up : phase == 1 ? w.routed_up : w.down;
+  for (int piece = 0; piece < PIECES; piece++) {
+    const Run run = own->runs[piece];
     // Behind this many chunks of a panel come chunks of FP8.
-    int fp4 = phase == 0 ? 0 : phase == 1 ? run.chunks : c.chosen * w.fp4_down;
-    const u32* table = phase == 0 ? up_table : down_table;
-    int base = phase == 1 ? w.shared_up.slots : 0, unit = run.first + behind, panel = run.panel;
-    u32* counts = own->counts + (phase == 2 ? 16 : base);
-    u8* in = x;
-    if (phase == 1) wait(shared_address(own->barriers), 0);
-    if (phase == 2) {
-      wait(shared_address(own->barriers) + 8, 0);
-      in += warp * ((c.down_share + WARPS - 1) / WARPS) * 256;
-      take_hidden(c, w, in, unit, lane);
+    int fp4 = piece == SHARED_UP ? 0 : piece == ROUTED_UP ? run.chunks : c.chosen * w.fp4_down;
+    const u32* table = piece == DOWN ? down_table : up_table;
+    int unit = run.first + behind, panel = run.panel;
+    const u8* in = hidden;
+    if (piece == ROUTED_UP) {
+      wait(shared_address(own->barriers + CHOICE), 0);
+      for (; reader.owed; reader.owed--) reader.fill(c, w, own, lane);
+    }
+    if (piece == DOWN) {
+      wait(shared_address(own->barriers + HIDDEN), 0);
+      take_hidden(c, w, run, hidden, unit, lane);
     }
 #pragma unroll 1
-    for (int slot = 0; slot < run.slots; slot++, panel++) {
+    for (int slot = base; slot < base + run.slots; slot++, panel++) {
       int stop = min(run.end, (panel + 1) * run.chunks);
       Sums total = {};
 #pragma unroll 1
@@ -368,69 +407,94 @@ __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& r
         const u8* chunk = reader.ring.arrived();
         reader.fill(c, w, own, lane);
         int place = unit - panel * run.chunks;
-        if (phase < 2) in = x + place * (phase ? 256 : 128);
+        if (piece != DOWN) in = x + place * (piece == ROUTED_UP ? 256 : 128);
         if (place < fp4) {
           uint4 runs[4];
           take_runs(runs, in, lane);
           add_runs(total, chunk, runs, lane);
-        } else add_fp8(total, chunk, table[unit - run.first], in, phase == 0, lane);
-        if (phase == 2) in += 256;
+        } else add_fp8(total, chunk, table[unit - run.first], in, piece == SHARED_UP, lane);
+        if (piece == DOWN) in += 256;
       }
-      float* mine = sums + (base + slot) * WARPS * 64;
+      float* mine = sums + slot * WARPS * 64;
       keep_runs(mine + warp * 64, total, lane);
-      if (last_of(counts + slot, lane)) leave(c, w, own, mine, run, phase, panel, lane);
+      if (last_of(own->counts + slot, lane)) leave(c, w, own, mine, run, piece, panel, lane);
     }
+    base += run.slots;
     behind = unit - run.end;
   }
 }
 
-// A warp beside those that multiply: logits, the choice, the shared expert's panels of several blocks, and word of whole hidden rows.
-__device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own, const float* sums, int lane) {
+// A warp beside those that multiply: scores, the choice, panels of several blocks, and word of whole hidden rows.
+__device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own, const float* sums, float bias, int lane) {
   int block = blockIdx.x;
-  if (lane == 0) {
-    for (int g = 0; g < MOST_GATES && block + g * c.blocks < c.experts; g++) {
+  if (!c.given) {
+    if (lane < MOST_GATES && block + lane * c.blocks < c.experts) {
       float sum = 0.f;
-      for (int i = 0; i < ROW_THREADS / 32; i++) sum += own->partial[g][i];
-      c.logits[block + g * c.blocks] = sum;
+#pragma unroll
+      for (int i = 0; i < ROW_THREADS / 32; i++) sum += own->partial[lane][i];
+      tell_wide(c.scores + block + lane * c.blocks, scored(sum, bias, c.temperature));
     }
-    publish(c.counters + LOGITS, 1);
-    while (seen(c.counters + LOGITS) != (u32)c.blocks) {}
-  }
-  __syncwarp();
-  choose(c, own, lane, block == 0);
-  if (lane == 0) arrive(shared_address(own->barriers));
-  const Run& run = w.shared_up;
-  int slot = run.slots - 1, panel = run.panel + slot, stop = (panel + 1) * run.chunks;
-  if (slot >= 0 && panel * run.chunks >= run.first && stop > run.end) {
-    if (lane == 0)
-      while (seen(own->counts + slot) != WARPS) {}
     __syncwarp();
-    float2 whole = sum_of_warps(sums + slot * WARPS * 64, lane);
-    add_following(whole, c.shared_parts, c.counters + FLAGS, block, c.shared_share, stop, lane);
-    finish(c, whole.x, whole.y, c.chosen, panel, 1.f, lane);
+    if (c.experts <= 128) choose<4>(c, own, lane, block == 0);
+    else choose<MOST_EXPERTS / 32>(c, own, lane, block == 0);
   }
-  // Other blocks have long left their part of the last panel of the chosen gate+up when this one comes to its end.
-  const Run& chosen = w.routed_up;
-  slot = chosen.slots - 1, panel = chosen.panel + slot, stop = (panel + 1) * chosen.chunks;
-  if (slot >= 0 && panel * chosen.chunks >= chosen.first && stop > chosen.end) {
-    float2 rest = make_float2(0.f, 0.f);
-    add_following(rest, c.routed_parts, c.counters + FLAGS + c.blocks, block, c.routed_share, stop, lane);
-    *(float2*)(own->rest + 2 * lane) = rest;
+  if (lane == 0) arrive(shared_address(own->barriers + CHOICE));
+  int base = 0;
+#pragma unroll 1
+  for (int piece = SHARED_UP; piece < DOWN; piece++) {
+    // The last panel, if this block begins it and others follow. These have long left their parts of the chosen gate+up when this one
+    // comes to its end.
+    const Run run = own->runs[piece];
+    int panel = run.panel + run.slots - 1, stop = (panel + 1) * run.chunks;
+    base += run.slots;
+    if (!run.slots || panel * run.chunks < run.first || stop <= run.end) continue;
+    float2 whole = make_float2(0.f, 0.f);
+    if (piece == SHARED_UP) {
+      if (lane == 0)
+        while (seen(own->counts + base - 1) != WARPS) {}
+      __syncwarp();
+      whole = sum_of_warps(sums + (base - 1) * WARPS * 64, lane);
+    }
+    // Only the last block's share is less.
+    add_following(whole, c.parts + piece * c.blocks * 64, c.counters + FLAGS + piece * c.blocks, block, run.end - run.first, stop, lane);
+    if (piece == SHARED_UP) finish(c, whole.x, whole.y, c.chosen, panel, 1.f, lane);
+    else {
+      *(float2*)(own->rest + 2 * lane) = whole;
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(own->barriers + REST));
+    }
+  }
+  if (block == c.blocks - 1 && !c.given) {
+    part_sums(c.streams, own->sums, 0, 1, lane);
     __syncwarp();
-    if (lane == 0) arrive(shared_address(own->barriers) + 16);
+    coefficients(c.streams, own->sums, 1, lane);
   }
-  if (block == c.blocks - 1) {
-    part_sums(c.streams, own->scores, 0, 1, lane);
-    __syncwarp();
-    coefficients(c.streams, own->scores, 1, lane);
-  }
+  u32 before = 0;
   if (lane == 0) {
     u32 all = (c.chosen + (w.fp8_down > 0)) * w.up_panels;
     while (seen(c.counters + PANELS) != all) {}
-    arrive(shared_address(own->barriers) + 8);
-    // The last block to come here leaves zeros for the next launch: nobody looks at the counters any more.
-    if (atomicAdd(c.counters + EXITS, 1u) == (u32)c.blocks - 1) c.counters[LOGITS] = c.counters[PANELS] = c.counters[EXITS] = 0;
+    arrive(shared_address(own->barriers + HIDDEN));
+    before = atomicAdd(c.counters + EXITS, 1u);
   }
+  // The last block to come here leaves zeros for the next launch: nobody looks at these any more.
+  if (__shfl_sync(0xFFFFFFFF, before, 0) != (u32)c.blocks - 1) return;
+  if (lane < FLAGS) c.counters[lane] = 0;
+  for (int e = lane; e < c.experts && !c.given; e += 32) c.scores[e] = 0;
+}
+
+// A row and its experts as they are given, all asked for at once. One of none weighs nothing.
+__device__ __forceinline__ void take_given(const Call& c, Shared* own, u8* x, int thread) {
+  const int most = (MOST_WIDTH / 8 + THREADS - 1) / THREADS;
+  int units = c.width / 8;
+  uint4 row[most];
+#pragma unroll
+  for (int i = 0; i < most; i++) row[i] = thread + i * THREADS < units ? ((const uint4*)c.given)[thread + i * THREADS] : make_uint4(0, 0, 0, 0);
+  i64 id = thread < c.chosen ? c.ids[thread] : 0;
+  float weight = thread < c.chosen ? c.weights[thread] : 0.f;
+#pragma unroll
+  for (int i = 0; i < most; i++)
+    if (thread + i * THREADS < units) ((uint4*)x)[thread + i * THREADS] = row[i];
+  if (thread < c.chosen) own->ids[thread] = max(id, (i64)0), own->weights[thread] = id < 0 ? 0.f : weight;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __grid_constant__ Call c) {
@@ -438,41 +502,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
   Work w;
   w.up_panels = c.hidden_width / 32, w.up_all = w.up_panels * (c.width / 128);
-  // Without a shared expert its runs are empty.
-  bool shared = c.shared_share > 0;
-  w.fp4_down = c.hidden_width / 128, w.fp8_down = shared ? c.hidden_width / 64 : 0;
-  int down_chunks = c.chosen * w.fp4_down + w.fp8_down;
-  w.shared_up.cut(block, c.shared_share, shared ? w.up_panels * (c.width / 64) : 0, c.width / 64);
-  w.routed_up.cut(block, c.routed_share, c.chosen * w.up_all, c.width / 128);
-  w.down.cut(block, c.down_share, c.width / 64 * down_chunks, down_chunks);
+  w.fp4_down = c.hidden_width / 128, w.fp8_down = c.shared_share > 0 ? c.hidden_width / 64 : 0;
 
   Shared* own = (Shared*)(raw + WARPS * STAGES * STAGE);
   u8* x = (u8*)(own + 1);
-  float* sums = (float*)(x + max(2 * c.width, (c.down_share + WARPS - 1) / WARPS * WARPS * 256));
+  u8* hidden = x + 2 * c.width + warp * c.inputs * 256;
+  float* sums = (float*)(x + 2 * c.width + WARPS * c.inputs * 256);
   u32* up_table = (u32*)(sums + c.slots * WARPS * 64);
   u32* down_table = up_table + c.shared_share;
-  Reader reader;
-  int ahead = 1;
-  if (warp < WARPS) {
-    reader.open(raw, w, warp);
-    for (; ahead < STAGES && reader.fill_shared(c, lane); ahead++) {}
-  } else {
-    if (lane < 3) barrier_init(shared_address(own->barriers) + 8 * lane, 1);
-    own->counts[lane] = 0;
+  Run shared_up = w.run(c, block, SHARED_UP), down = w.run(c, block, DOWN);
+  // What does not depend on the launch before is asked for first, small things before the rings: behind these they would wait for them.
+  int ups = shared_up.end - shared_up.first, downs = down.end - down.first;
+  u32 up_scale = thread < ups ? __ldg(c.shared_up_scales + shared_up.first + thread) : 0, down_scale = 0;
+  if (thread < downs) {
+    int panel = (u32)(down.first + thread) / (u32)down.chunks, place = down.first + thread - panel * down.chunks - c.chosen * w.fp4_down;
+    if (place >= 0) down_scale = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
   }
-  let_next();
-#pragma unroll 1
-  for (int i = thread; i < w.shared_up.end - w.shared_up.first; i += THREADS)
-    up_table[i] = __ldg(c.shared_up_scales + w.shared_up.first + i);
-#pragma unroll 1
-  for (int i = thread; i < w.down.end - w.down.first; i += THREADS) {
-    int unit = w.down.first + i, panel = (u32)unit / (u32)down_chunks, place = unit - panel * down_chunks - c.chosen * w.fp4_down;
-    if (place >= 0) down_table[i] = __ldg(c.shared_down_scales + panel * w.fp8_down + place);
-  }
-  if (thread < ROW_THREADS) {
-    float4 norm[D_STEPS];
+  float text = 0.f, image = 0.f;
+  float4 norm[D_STEPS];
+  uint2 gates[MOST_GATES][D_STEPS];
+  bool scores = warp == WARPS && lane < MOST_GATES && !c.given;  // of the router, made by these
+  if (scores) {
+    int e = min(block + lane * c.blocks, c.experts - 1);
+    text = __ldg(c.bias_text + e), image = __ldg(c.bias_image + e);
+  } else if (thread < ROW_THREADS && !c.given) {
     norm_weights(norm, c.streams, thread);
-    uint2 gates[MOST_GATES][D_STEPS];
 #pragma unroll
     for (int g = 0; g < MOST_GATES; g++) {
       int e = block + g * c.blocks;
@@ -482,6 +536,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
         gates[g][i] = e < c.experts && d < c.width ? __ldg((const uint2*)(c.gate + (i64)e * c.width + d)) : make_uint2(0, 0);
       }
     }
+  }
+  Reader reader;
+  int ahead = 1;
+  if (warp < WARPS) {
+    reader.open(raw, shared_up, warp);
+    for (; ahead < STAGES && reader.fill_shared(c, lane); ahead++) {}
+    for (; ahead < STAGES; ahead++) copies_commit(), reader.owed++;
+  } else {
+    if (lane < BARRIERS) barrier_init(shared_address(own->barriers + lane), 1);
+    if (lane < PIECES) own->runs[lane] = w.run(c, block, lane);
+    if (lane < MOST_SLOTS) own->counts[lane] = 0;
+  }
+  let_next();
+  if (thread < ups) up_table[thread] = up_scale;
+  if (thread < downs) down_table[thread] = down_scale;
+  float bias = 0.f;
+  if (c.given) {
+    wait_for_launch();
+    take_given(c, own, x, thread);
+  } else if (thread < ROW_THREADS) {
     wait_for_launch();
     float one[D_STEPS][4];
     norm_row(one, x, norm, c.streams, thread, block == c.blocks - 1);
@@ -497,12 +571,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_row(const __gri
       sum = warp_sum(sum);
       if (lane == 0) own->partial[g][warp] = sum;
     }
-  } else wait_for_launch();
+  } else {
+    wait_for_launch();
+    if (scores) bias = c.text[0] ? text : image;
+  }
   __syncthreads();
   if (warp == WARPS) {
-    clerk(c, w, own, sums, lane);
+    clerk(c, w, own, sums, bias, lane);
     return;
   }
-  for (; ahead < STAGES; ahead++) reader.fill(c, w, own, lane);
-  multiply(c, w, reader, own, sums, up_table, down_table, x, warp, lane);
+  multiply(c, w, reader, own, sums, up_table, down_table, x, hidden, warp, lane);
 }
