@@ -159,9 +159,20 @@ def test_outputs_are_quantised_for_the_next_product(linear_kernels: Builder) -> 
     assert torch.equal(quantised, quantise(plain, "fp8"))
 
 
+def test_products_are_exact_where_inputs_differ_widely(linear_kernels: Builder) -> None:
+    torch.manual_seed(7)
+    weight, x = fp8(64, 640), torch.randn(1, 640) * torch.ldexp(torch.ones(640), torch.randint(-14, 15, (640,)))
+    x[0, 64:96], x[0, 97] = 0.0, 3e-30
+    parts = product_row(x.bfloat16(), weight, whole=False, build=linear_kernels, blocks=1)
+    assert isinstance(parts, Parts)
+    want = x.bfloat16().double() @ unpack_panels(weight).double().t()
+    sizes = x.bfloat16().double().abs() @ unpack_panels(weight).double().abs().t()
+    assert float(((parts.sums[:1].double() - want).abs() / sizes).max()) < 2e-7
+
+
 def test_stages_filled_behind_the_inputs_change_no_bit(linear_kernels: Builder) -> None:
     torch.manual_seed(6)
-    weight, x = fp8(320, 1600), torch.randn(1, 1600).bfloat16()  # 125 chunks on two blocks: rings of four turn twice
+    weight, x = fp8(320, 1600), torch.randn(1, 1600).bfloat16()  # 63 chunks a block: rings of eight warps fill again
     early, late = (product_row(x, weight, near=soon, whole=False, build=linear_kernels, blocks=2) for soon in (False, True))
     assert isinstance(early, Parts)
     assert isinstance(late, Parts)

@@ -34,12 +34,18 @@ __device__ __forceinline__ void copy_unit(u8* to, const void* from, bool real) {
 }
 // The same for weights, which nobody reads again soon: they leave L2 before code and rows do. `to` is an address in shared memory that no
 // compiler can see to be the same for all lanes plus a lane's own part (`own_address`): some encode a policy beside such a sum wrongly.
-__device__ __forceinline__ void copy_once(u32 to, const void* from) {
+template <int AT = 0> __device__ __forceinline__ void copy_once(u32 to, const void* from) {
   const unsigned long long evict_first = 0x12F0000000000000ull;  // what `createpolicy.fractional.L2::evict_first`, 1.0, gives
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(evict_first) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %3], [%1 + %3], 16, %2;" ::"r"(to), "l"(from), "l"(evict_first), "n"(AT)
+               : "memory");
 }
 // A warp's address, the same in all lanes, as a value that lanes hand to each other.
 __device__ __forceinline__ u32 own_address(const void* p) { return __shfl_sync(0xFFFFFFFF, shared_address(p), 0); }
+// A lane's 16 bytes of each 512 bytes of a chunk.
+__device__ __forceinline__ void copy_chunk(u32 to, const u8* from) {
+  copy_once<0>(to, from), copy_once<512>(to, from), copy_once<1024>(to, from), copy_once<1536>(to, from);
+  copy_once<2048>(to, from), copy_once<2560>(to, from), copy_once<3072>(to, from), copy_once<3584>(to, from);
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 __device__ __forceinline__ void group_barrier(int name, int threads) {
@@ -132,6 +138,15 @@ __device__ __forceinline__ float2 nearest_fp8(float first, float second) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(out.x), "=f"(out.y) : "r"(halves));
   return out;
+}
+
+// The same as halves.
+__device__ __forceinline__ u32 nearest_halves(float first, float second) {
+  unsigned short codes;
+  u32 halves;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
 }
 
 // Weights' codes to bfloat16 pairs. Bits of FP4 read as value * 2^-126, of FP8 as value * 2^-120.
@@ -239,29 +254,25 @@ __device__ __forceinline__ void keep(float* to, const Sums& sums, int lane) {
   for (int m = 0; m < 4; m++) to[m * 16 + (lane >> 2)] = sums[m][0], to[m * 16 + (lane >> 2) + 8] = sums[m][2];
 }
 
-// Four of a row's inputs, FP8-quantised in groups of 32 (eight lanes), as they lie in shared memory.
-__device__ __forceinline__ uint2 quantised_four(const float (&v)[4]) {
+// The scale of a group of 32 inputs, four a lane.
+__device__ __forceinline__ float scale_of_group(const float (&v)[4]) {
   u32 largest = max(max(size_of(v[0]), size_of(v[1])), max(size_of(v[2]), size_of(v[3])));
 #pragma unroll
   for (int by = 4; by; by >>= 1) largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, by));
-  float scale = fp8_scale(largest), back = power_reciprocal(scale);
+  return fp8_scale(largest);
+}
+// Four inputs FP8-quantised: as bfloat16, and as halves that are to be multiplied by the scale.
+__device__ __forceinline__ uint2 quantised_four(const float (&v)[4], float scale) {
+  float back = power_reciprocal(scale);
   float2 first = nearest_fp8(v[0] * back, v[1] * back), second = nearest_fp8(v[2] * back, v[3] * back);
   return make_uint2(bfloat_pair(first.x * scale, first.y * scale), bfloat_pair(second.x * scale, second.y * scale));
 }
+__device__ __forceinline__ uint2 halves_of_four(const float (&v)[4], float scale) {
+  float back = power_reciprocal(scale);
+  return make_uint2(nearest_halves(v[0] * back, v[1] * back), nearest_halves(v[2] * back, v[3] * back));
+}
 __device__ __forceinline__ void four_of(uint2 pairs, float (&v)[4]) {
   v[0] = low_of(pairs.x), v[1] = high_of(pairs.x), v[2] = low_of(pairs.y), v[3] = high_of(pairs.y);
-}
-
-// Quantises a thread's inputs where they lie in shared memory: rolled up, because code comes from far when a launch begins.
-__device__ __forceinline__ void quantise_row(u8* x, int inputs, int thread, int threads) {
-#pragma unroll 1
-  for (int first = 4 * (thread & ~31); first < inputs; first += 4 * threads) {
-    int at = first + 4 * (thread & 31);
-    float four[4];
-    four_of(at < inputs ? *(const uint2*)(x + 2 * at) : make_uint2(0, 0), four);
-    uint2 q = quantised_four(four);
-    if (at < inputs) *(uint2*)(x + 2 * at) = q;
-  }
 }
 
 // A warp's chunks on their way: `STAGES` of `BYTES` in shared memory, which its lanes fill and read by themselves.

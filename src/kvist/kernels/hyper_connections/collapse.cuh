@@ -34,10 +34,10 @@ __device__ __forceinline__ void norm_weights(float4 (&w)[D_STEPS], const Streams
   }
 }
 
-// Writes the quantised input to `x`; `one` keeps a thread's normed values. 256 threads, whole warps. `let`: the next launch comes in when
+// Writes the quantised input to `x`, or its halves if there is a place for `scales` of 32; `one` keeps a thread's normed values. 256 threads, whole warps. `let`: the next launch comes in when
 // the row is here, so that its weights do not keep this waiting.
 __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const float4 (&w)[D_STEPS], const Streams& s, int thread,
-                                         bool write, bool let = false) {
+                                         bool write, bool let = false, float* scales = nullptr) {
 #pragma unroll
   for (int i = 0; i < D_STEPS; i++) {
     int d = 4 * (thread + 256 * i);
@@ -53,9 +53,11 @@ __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const 
     float weight[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
 #pragma unroll
     for (int e = 0; e < 4; e++) one[i][e] = d < s.width ? rounded(one[i][e] * factor * weight[e]) : 0.f;
-    uint2 near = quantised_four(one[i]);
+    float scale = scale_of_group(one[i]);
     if (d >= s.width) continue;
-    *(uint2*)(x + 2 * d) = near;
+    if (scales && (thread & 7) == 0) scales[d / 32] = scale;
+    uint2 near = !scales || write ? quantised_four(one[i], scale) : make_uint2(0, 0);
+    *(uint2*)(x + 2 * d) = scales ? halves_of_four(one[i], scale) : near;
     if (write && s.normed) *(uint2*)(s.normed + d) = make_uint2(bfloat_pair(one[i][0], one[i][1]), bfloat_pair(one[i][2], one[i][3]));
     if (write && s.quantised) *(uint2*)(s.quantised + d) = near;
   }

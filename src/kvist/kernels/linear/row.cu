@@ -5,10 +5,10 @@
 // before the product (norm, quantiser, sum of parts) is done by every block for itself. Knows no layers.
 
 static const int WARPS = 8;  // of a block
-static const int STAGES = 4;
+static const int STAGES = 5;
 static const int THREADS = 32 * WARPS;  // as many as norm and quantise a row
 static const int PART_STEPS = 2;  // of 1,024 inputs, where inputs are parts of sums
-static const int ROW_STEPS = 8;   // of 1,024 inputs, where they are whole
+static const int ROW_STEPS = 2;   // of 4,096 inputs, where they are whole
 static const int TOGETHER = 6;    // parts of a step that are read at once
 
 struct Call {
@@ -48,9 +48,7 @@ template <int STAGES> struct Chunks {
   // when its chunk has been multiplied by all lanes.
   __device__ __forceinline__ void fill(bool there, const u8* codes, int lane) {
     u32 to = own_address(data + next * (WARPS * CODES)) + lane * 16;
-    if (there)
-#pragma unroll
-      for (int i = 0; i < CODES / 512; i++) copy_once(to + i * 512, codes + i * 512 + lane * 16);
+    if (there) copy_chunk(to, codes + lane * 16);
     copies_commit();
     if (++next == STAGES) next = 0;
   }
@@ -70,6 +68,95 @@ __device__ __forceinline__ float whole_of(const float* parts, int at, int width,
   return rounded(sum);
 }
 
+// Two E4M3 codes, of a word's lower or upper half, as a pair of halves: exact.
+__device__ __forceinline__ u32 lower_codes(u32 w) {
+  u32 d;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, a;\n}" : "=r"(d) : "r"(w));
+  return d;
+}
+__device__ __forceinline__ u32 upper_codes(u32 w) {
+  u32 d;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, b;\n}" : "=r"(d) : "r"(w));
+  return d;
+}
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+__device__ __forceinline__ void halves_begin(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
+}
+__device__ __forceinline__ void halves_add(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Sixteen inputs of a thread, whose neighbour has the others of a group of 32, as halves and what these are to be multiplied by:
+// quantised to FP8, or bfloat16 values times a power of two, exact down to 2^-30 of the group's largest.
+template <bool QUANTISE> __device__ __forceinline__ float halve_sixteen(u32 (&v)[8]) {
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) largest = max(largest, max(v[i] << 16 & 0x7FFFFFFFu, v[i] & 0x7FFF0000u));
+  largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+  u32 exponent = max(largest >> 23, 27u);
+  float scale = QUANTISE ? fp8_scale(largest) : __uint_as_float((exponent - 13) << 23);
+  float back = QUANTISE ? power_reciprocal(scale) : __uint_as_float((267 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float low = low_of(v[i]) * back, high = high_of(v[i]) * back;
+    v[i] = QUANTISE ? nearest_halves(low, high) : half_pair(low, high);
+  }
+  return scale;
+}
+
+// A panel's 64 sums of a warp: outputs 16 m + g and 8 more lie in lanes 4 g, at [m][0] and [m][1].
+typedef float PanelSums[4][2];
+// How a lane makes right operands of a word of inputs: the first 32 of a chunk in column 0, the others in column 1.
+struct Columns {
+  u32 low, high;
+  __device__ __forceinline__ Columns(int lane) {
+    low = lane < 4 ? 0x4410 : lane < 8 ? 0x1044 : 0x4444, high = lane < 4 ? 0x4432 : lane < 8 ? 0x3244 : 0x4444;
+  }
+};
+__device__ __forceinline__ float power_of(u32 e8m0) { return __uint_as_float(max((e8m0 & 255) << 23, 0x400000u)); }
+// Adds a chunk: codes of both runs of 32 inputs lie side by side, so that each is a column of its own and a scale multiplies 32 products.
+__device__ __forceinline__ void add_chunk(PanelSums& sums, const u8* codes, u32 exponents, const u8* x, const float* scales, Columns pick, int lane) {
+  int g = lane >> 2, t = lane & 3;
+  uint4 in = shared_words(x + (g & 1) * 64 + t * 16);
+  u32 words[4] = {in.x, in.y, in.z, in.w};
+  float2 of_runs = *(const float2*)scales;
+#pragma unroll
+  for (int m = 0; m < 4; m += 2) {
+    float first = power_of(exponents >> (8 * m)) * of_runs.x, second = power_of(exponents >> (8 * m + 8)) * of_runs.y;
+    u32 top[2][4], low[2][4];
+    float d[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u8* at = codes + ((m + i) * 16 + g) * 64 + t * 16;
+      *(uint4*)top[i] = shared_words(at), *(uint4*)low[i] = shared_words(at + 512);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      u32 b0 = __byte_perm(words[k], 0, pick.low), b1 = __byte_perm(words[k], 0, pick.high);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        u32 a[4] = {lower_codes(top[i][k]), lower_codes(low[i][k]), upper_codes(top[i][k]), upper_codes(low[i][k])};
+        if (k) halves_add(d[i], a[0], a[1], a[2], a[3], b0, b1);
+        else halves_begin(d[i], a[0], a[1], a[2], a[3], b0, b1);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      sums[m + i][0] = fmaf(d[i][1], second, fmaf(d[i][0], first, sums[m + i][0]));
+      sums[m + i][1] = fmaf(d[i][3], second, fmaf(d[i][2], first, sums[m + i][1]));
+    }
+  }
+}
+
 // The sum over the threads of a row, on all of them. `room`: 8 floats.
 __device__ __forceinline__ float row_sum(float x, float* room, int thread) {
   x = warp_sum(x);
@@ -83,7 +170,7 @@ __device__ __forceinline__ float row_sum(float x, float* room, int thread) {
 __device__ __forceinline__ void add_four(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 template <class Behind>
-__device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int thread, bool write,
+__device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* scales, float* room, int thread, bool write,
                                                   const Behind& behind) {
   float v[PART_STEPS][4], squares = 0.f;
   float4 own[PART_STEPS][TOGETHER];
@@ -113,15 +200,14 @@ __device__ __forceinline__ void inputs_from_parts(const Call& c, const float4 (&
 #pragma unroll
   for (int i = 0; i < PART_STEPS; i++) {
     int at = 4 * (thread + ROW_THREADS * i);
-    if (at < c.inputs) {
-      v[i][0] = rounded(v[i][0] * factor * norm[i].x), v[i][1] = rounded(v[i][1] * factor * norm[i].y);
-      v[i][2] = rounded(v[i][2] * factor * norm[i].z), v[i][3] = rounded(v[i][3] * factor * norm[i].w);
-    }
-    if (at < c.inputs) *(uint2*)(x + 2 * at) = make_uint2(bfloat_pair(v[i][0], v[i][1]), bfloat_pair(v[i][2], v[i][3]));
+    v[i][0] = rounded(v[i][0] * factor * norm[i].x), v[i][1] = rounded(v[i][1] * factor * norm[i].y);
+    v[i][2] = rounded(v[i][2] * factor * norm[i].z), v[i][3] = rounded(v[i][3] * factor * norm[i].w);
+    float scale = scale_of_group(v[i]);
+    if (at >= c.inputs) continue;
+    *(uint2*)(x + 2 * at) = halves_of_four(v[i], scale);
+    if ((thread & 7) == 0) scales[at / 32] = scale;
+    if (write) *(uint2*)(c.rank + at) = quantised_four(v[i], scale);
   }
-  quantise_row(x, c.inputs, thread, ROW_THREADS);
-  if (write)
-    for (int at = 4 * thread; at < c.inputs; at += 4 * ROW_THREADS) *(uint2*)(c.rank + at) = *(const uint2*)(x + 2 * at);
 }
 
 // Norm, rotation, FP8: one window entry, two channels a thread.
@@ -159,14 +245,14 @@ __device__ __forceinline__ void write_entry(const Call& c, float* room, int thre
 // What stands before the product, by the threads of a row; `behind` is called when its loads are on their way. False where the block's
 // work ends with it.
 template <int KIND, class Behind>
-__device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* room, int first, int thread,
+__device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[PART_STEPS], u8* x, float* scales, float* room, int first, int thread,
                                             bool streams, const Behind& behind) {
   if (KIND == STREAMS) {
     float4 w[D_STEPS];
     norm_weights(w, c.streams, thread);
     wait_for_launch();
     float one[D_STEPS][4];
-    norm_row(one, x, w, c.streams, thread, !streams, true);
+    norm_row(one, x, w, c.streams, thread, !streams, true, scales);
     return streams;
   }
   if (KIND == PARTS) {
@@ -182,24 +268,28 @@ __device__ __forceinline__ bool take_inputs(const Call& c, const float4 (&norm)[
       if (thread < 32) coefficients(c.streams, room, 8, thread);
       return false;
     }
-    inputs_from_parts(c, norm, x, room, thread, !streams, behind);
+    inputs_from_parts(c, norm, x, scales, room, thread, !streams, behind);
     return streams;
   }
   wait_for_launch();
   const u16* row = c.row + (i64)(first / c.chunks / (c.panels / c.groups)) * c.inputs;
-  uint2 v[ROW_STEPS];
+  u32 v[ROW_STEPS][8];
 #pragma unroll
   for (int i = 0; i < ROW_STEPS; i++) {
-    int at = 4 * (thread + ROW_THREADS * i);
-    v[i] = at < c.inputs ? *(const uint2*)(row + at) : make_uint2(0, 0);
+    int at = 16 * (thread + ROW_THREADS * i);
+#pragma unroll
+    for (int h = 0; h < 2; h++) *(uint4*)(v[i] + 4 * h) = at < c.inputs ? *(const uint4*)(row + at + 8 * h) : make_uint4(0, 0, 0, 0);
   }
   behind();
 #pragma unroll
   for (int i = 0; i < ROW_STEPS; i++) {
-    int at = 4 * (thread + ROW_THREADS * i);
-    if (at < c.inputs) *(uint2*)(x + 2 * at) = v[i];
+    int at = 16 * (thread + ROW_THREADS * i);
+    float scale = halve_sixteen<KIND == QUANTISED>(v[i]);
+    if (at >= c.inputs) continue;
+#pragma unroll
+    for (int h = 0; h < 2; h++) *(uint4*)(x + 2 * at + 16 * h) = *(const uint4*)(v[i] + 4 * h);
+    if ((thread & 1) == 0) scales[at / 32] = scale;
   }
-  if (KIND == QUANTISED) quantise_row(x, c.inputs, thread, ROW_THREADS);
   return true;
 }
 
@@ -207,7 +297,8 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
   extern __shared__ u8 raw[];
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x;
   u8* x = raw + min(STAGES * WARPS, c.share) * CODES;
-  float* room = (float*)(x + 2 * c.inputs);
+  float* scales = (float*)(x + 2 * c.inputs);  // of 32 inputs
+  float* room = scales + c.inputs / 32;
   float* sums_of_warps = room + 256;
   int first = block * c.share, end = min(first + c.share, c.panels * c.chunks);
   bool streams = block < c.blocks;
@@ -228,6 +319,7 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
   Chunks<STAGES> ring;
   ring.open(raw, warp);
   int unit = first + warp, next = unit;
+  Columns columns(lane);
 #pragma unroll 1
   for (int s = 0; s < c.ahead; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
   if (KIND != STREAMS) let_next();
@@ -235,22 +327,26 @@ template <int KIND> __device__ __forceinline__ void row_product(const Call& c) {
 #pragma unroll 1
     for (int s = c.ahead; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
   };
-  if (!take_inputs<KIND>(c, norm, x, room, first, thread, streams, behind)) return;
+  if (!take_inputs<KIND>(c, norm, x, scales, room, first, thread, streams, behind)) return;
   copies_wait<STAGES>();
   __syncthreads();
 
 #pragma unroll 1
   for (int slot = 0; slot < slots; slot++, panel++) {
     int stop = min(end, (panel + 1) * c.chunks);
-    Sums sums = {};
+    PanelSums sums = {};
 #pragma unroll 1
     for (; unit < stop; unit += WARPS, next += WARPS) {
       const u8* chunk = ring.arrived();
-      add_fp8(sums, chunk, table[unit - first], x + (unit - panel * c.chunks) * 128, false, lane);
+      int place = unit - panel * c.chunks;
+      add_chunk(sums, chunk, table[unit - first], x + place * 128, scales + place * 2, columns, lane);
       __syncwarp();
       ring.fill(next < end, c.codes + (i64)next * CODES, lane);
     }
-    keep(sums_of_warps + (slot * WARPS + warp) * 64, sums, lane);
+    float* mine = sums_of_warps + (slot * WARPS + warp) * 64 + (lane >> 2);
+    if ((lane & 3) == 0)
+#pragma unroll
+      for (int m = 0; m < 4; m++) mine[m * 16] = sums[m][0], mine[m * 16 + 8] = sums[m][1];
   }
   __syncthreads();
   for (int i = thread; i < slots * 64; i += 32 * WARPS) {

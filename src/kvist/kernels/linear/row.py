@@ -20,8 +20,8 @@ from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
 
 WARPS = 8
-STAGES = 4
-NEAR = 2
+STAGES = 5
+NEAR = 3
 """Stages that a launch fills before its inputs where these are near: what a multiprocessor asks for comes back in order."""
 THREADS = 32 * WARPS
 ROW_THREADS = 256
@@ -106,7 +106,7 @@ def _launch(
     }  # fmt: skip
     call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
-    room = min(WARPS * STAGES, share) * CODES + 2 * weight.inputs + 1024 + slots * WARPS * 256 + 4 * share
+    room = min(WARPS * STAGES, share) * CODES + 2 * weight.inputs + weight.inputs // 8 + 1024 + slots * WARPS * 256 + 4 * share
     build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
     return out if whole else Parts(out, chunks, share)
 
