@@ -328,8 +328,26 @@ static void multiply_fp8(float* d, int N, const unsigned* fragments, unsigned b_
   }
 }
 
+// Half precision: nearest, ties to even.
+static float of_half(unsigned h) {
+  int exponent = h >> 10 & 31;
+  float size = exponent == 31 ? (h & 1023 ? NAN : INFINITY) : exponent ? ldexpf(1024 + (h & 1023), exponent - 25) : ldexpf(h & 1023, -24);
+  return h & 0x8000 ? -size : size;
+}
+static unsigned half_of(float x) {
+  unsigned bits, sign;
+  memcpy(&bits, &x, 4), sign = bits >> 16 & 0x8000;
+  float size = fabsf(x);
+  if (size != size) return 0x7FFF;
+  if (size >= 65520.f) return sign | 0x7C00;
+  int exponent;
+  frexpf(size, &exponent);
+  if (size == 0 || exponent < -13) return sign | (unsigned)nearbyintf(ldexpf(size, 24));
+  return sign | ((unsigned)(exponent + 14) << 10) + ((unsigned)nearbyintf(ldexpf(size, 11 - exponent)) - 1024);
+}
+static unsigned two_halves(float low, float high) { return half_of(low) | half_of(high) << 16; }
 // A product of 16 x 16 and 16 x 8 by a warp.
-static void multiply_16(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+template <float (*VALUE)(unsigned)> static void multiply_16(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   unsigned own[6] = {a0, a1, a2, a3, b0, b1}, *first = block->lane_fragments[threadIdx.x & ~31];
   memcpy(block->lane_fragments[threadIdx.x], own, sizeof own);
   __syncwarp();
@@ -337,7 +355,7 @@ static void multiply_16(float* d, unsigned a0, unsigned a1, unsigned a2, unsigne
     int row = lane_here() / 4 + i / 2 * 8, column = (lane_here() & 3) * 2 + i % 2;
     for (int k = 0; k < 16; k++) {
       unsigned a = first[(row % 8 * 4 + k % 8 / 2) * 6 + k / 8 * 2 + row / 8], b = first[(column * 4 + k % 8 / 2) * 6 + 4 + k / 8];
-      d[i] += of_bfloat(k % 2 ? a >> 16 : a & 0xFFFF) * of_bfloat(k % 2 ? b >> 16 : b & 0xFFFF);
+      d[i] += VALUE(k % 2 ? a >> 16 : a & 0xFFFF) * VALUE(k % 2 ? b >> 16 : b & 0xFFFF);
     }
   }
   __syncwarp();
