@@ -149,13 +149,7 @@ __device__ __forceinline__ u32 nearest_halves(float first, float second) {
   return halves;
 }
 
-// Weights' codes to bfloat16 pairs. Bits of FP4 read as value * 2^-126, of FP8 as value * 2^-120.
-__device__ __forceinline__ void expand_fp4(u32 w, const u32 (&factor)[4], u32 (&out)[4]) {
-  out[0] = times(w & 0x81C081C0u, factor[0]);
-  out[1] = times((w << 3) & 0x81C081C0u, factor[1]);
-  out[2] = times((w << 6) & 0x81C081C0u, factor[2]);
-  out[3] = times(((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u) | ((w << 1) & 0x80008000u), factor[3]);
-}
+// Weights' codes to bfloat16 pairs: bits of FP8 read as value * 2^-120.
 __device__ __forceinline__ void expand_fp8(u32 w, const u32 (&factor)[2], u32 (&out)[2]) {
   out[0] = times(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u), factor[0]);
   out[1] = times(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u), factor[1]);
@@ -174,46 +168,8 @@ __device__ __forceinline__ uint4 shared_words(const u8* at) { return *(const uin
 // A panel's 64 sums of a warp: outputs 16 m + g and 8 more lie in lanes 4 g, at [m][0] and [m][2].
 typedef float Sums[4][4];
 
-__device__ __forceinline__ void left_fp4(u32 (&a)[4][4], u32 w0, u32 w1, u32 w2, u32 w3, const u32 (&f)[4], const u32 (&s)[4]) {
-  u32 o[4][4];
-  expand_fp4(w0, f, o[0]), expand_fp4(w1, s, o[1]), expand_fp4(w2, f, o[2]), expand_fp4(w3, s, o[3]);
-#pragma unroll
-  for (int r = 0; r < 4; r++) a[r][0] = o[0][r], a[r][1] = o[1][r], a[r][2] = o[2][r], a[r][3] = o[3][r];
-}
-// Adds a chunk of FP4 (128 inputs at `x`, bfloat16) or FP8 (64 inputs; `pairs` its four exponents). Two tiles of 16 outputs go side by
-// side, so that a product seldom waits for the one before.
-__device__ __forceinline__ void add_fp4(Sums& sums, const u8* stage, const u8* x, int lane) {
-  int g = lane >> 2, t = lane & 3;
-  uint4 in[4];
-#pragma unroll
-  for (int r = 0; r < 4; r++) in[r] = g ? make_uint4(0, 0, 0, 0) : shared_words(x + r * 64 + t * 16);
-  const u32* scales = (const u32*)(stage + CODES);
-#pragma unroll
-  for (int m = 0; m < 4; m += 2) {
-    uint4 top[2], low[2];
-    u32 f[2][4], s[2][4], a[2][4][4];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      int row = (m + i) * 16 + g;
-      top[i] = shared_words(stage + row * 64 + t * 16), low[i] = shared_words(stage + (row + 8) * 64 + t * 16);
-      u32 first = scales[row] + 0x7E7E7E7E, second = scales[row + 8] + 0x7E7E7E7E;
-#pragma unroll
-      for (int r = 0; r < 4; r++) f[i][r] = factor_of(first, r), s[i][r] = factor_of(second, r);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) left_fp4(a[i], top[i].x, low[i].x, top[i].y, low[i].y, f[i], s[i]);
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) product_16(sums[m + i], a[i][r][0], a[i][r][1], a[i][r][2], a[i][r][3], in[r].x, in[r].y);
-#pragma unroll
-    for (int i = 0; i < 2; i++) left_fp4(a[i], top[i].z, low[i].z, top[i].w, low[i].w, f[i], s[i]);
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) product_16(sums[m + i], a[i][r][0], a[i][r][1], a[i][r][2], a[i][r][3], in[r].z, in[r].w);
-  }
-}
+// Adds a chunk of FP8 (64 inputs at `x`, bfloat16; `pairs` its four exponents). Two tiles of 16 outputs go side by side, so that a
+// product seldom waits for the one before.
 __device__ __forceinline__ void add_fp8(Sums& sums, const u8* stage, u32 pairs, const u8* x, bool paired, int lane) {
   int g = lane >> 2, t = lane & 3;
   uint4 in[2];
