@@ -273,6 +273,67 @@ def test_the_prefix_index_finds_pages_in_both_tiers(tmp_path: Path) -> None:
     tiers.close()
 
 
+def held_up(tiers: Tiers, name: str) -> tuple[threading.Event, threading.Event]:
+    """The store's call of this name stops at its end for once: it has begun, and it may go on."""
+    assert tiers.store is not None
+    own, begun, go_on = getattr(tiers.store, name), threading.Event(), threading.Event()
+
+    def late(pages: list[bytes]) -> object:
+        found = own(pages)
+        found = list(found) if name == "get_many" else found
+        setattr(tiers.store, name, own)
+        begun.set()
+        assert go_on.wait(10)
+        return found
+
+    setattr(tiers.store, name, late)
+    return begun, go_on
+
+
+def test_a_read_from_before_a_doubt_answers_nobody_who_asks_after_it(tmp_path: Path) -> None:
+    tiers = Tiers(host_bytes=0, store=open_store(tmp_path))
+    assert tiers.store is not None
+    tiers.store.put([page(0)])
+    begun, go_on = held_up(tiers, "get_many")
+    tiers.prefetch([key(0)])
+    assert begun.wait(10)
+    tiers.drop([key(0)])
+    assert not tiers.arriving(key(0))
+    tiers.offer(page(0)._replace(payload=payload(1)))
+    assert tiers.flush(10)
+    tiers.prefetch([key(0)])
+    go_on.set()
+    while key(0) in tiers._arriving:
+        time.sleep(0.001)
+    assert tiers.get(key(0)) == payload(1)
+    assert tiers.close()
+
+
+def test_a_page_under_doubt_while_it_is_written(tmp_path: Path) -> None:
+    with closing(Tiers(host_bytes=0, store=open_store(tmp_path))) as tiers:
+        begun, go_on = held_up(tiers, "put")
+        for number in range(3):
+            tiers.offer(page(number))
+        assert begun.wait(10)
+        tiers.drop([key(1)])
+        assert not tiers.in_memory(key(1))
+        go_on.set()
+        assert tiers.flush(10)
+        assert right(tiers, range(3)) == 2, "a page under doubt came back"
+    with closing(open_store(tmp_path)) as store:
+        assert store.contains_many([key(n) for n in range(3)]) == {key(0), key(2)}
+
+
+def test_after_the_end_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+    tiers = Tiers(host_bytes=0, store=open_store(tmp_path), read_timeout_s=5)
+    assert tiers.store is not None
+    tiers.store.put([page(0)])
+    assert tiers.close()
+    assert tiers.get(key(0)) is None
+    assert tiers.counters.slow == 1
+    assert not tiers.arriving(key(0))
+
+
 def test_the_writer_survives_a_queue_that_is_dropped_while_it_waits_for_more(tmp_path: Path) -> None:
     tiers = Tiers(host_bytes=0, store=open_store(tmp_path))
     tiers.offer(page(0))

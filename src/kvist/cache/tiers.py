@@ -51,7 +51,8 @@ class TierCounters:
 
 
 class _Coming:
-    """A page that is being read: its bytes once it is `done`, None for one that could not be had or was given up."""
+    """A page that is being read: its bytes once it is `done`, None for one that could not be had or was given up (what the read
+    still brings is then nobody's)."""
 
     __slots__ = ("done", "payload", "slow")
 
@@ -117,6 +118,7 @@ class Tiers:
         self._provers: ThreadPoolExecutor | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
+        self._doubted = list[bytes]()
         self._arriving: dict[bytes, _Coming] = {}
         self._staged: OrderedDict[bytes, memoryview] = OrderedDict()
         page_bytes = 1 if store is None else store.geometry.page_bytes
@@ -200,8 +202,9 @@ class Tiers:
                 page = self._queue.get(key) or self._writing.get(key)
             payload = None if page is None else page.payload
         if payload is not None:
-            self._count("host_hits")
-            self._staged.pop(key, None)
+            with self._changed:
+                self.counters.host_hits += 1
+                self._staged.pop(key, None)
             return payload
         from_disk, slow = self._from_disk(key)
         self._count("slow" if slow else "misses" if from_disk is None else "disk_hits")
@@ -251,7 +254,8 @@ class Tiers:
 
     def arriving(self, key: bytes) -> bool:
         """Whether a page is being read ahead right now."""
-        return key in self._arriving
+        coming = self._arriving.get(key)
+        return coming is not None and not coming.done
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request wants these pages (in chain order) though it found them in a higher tier."""
@@ -266,9 +270,12 @@ class Tiers:
             with self._changed:
                 unwritten = self._queue.pop(key, None)
                 self.queued_bytes -= 0 if unwritten is None else len(unwritten.payload)
+                if self._writing.pop(key, None) is not None:
+                    self._doubted.append(key)  # on its way to the disk, where nobody shall read it
                 self._staged.pop(key, None)
-                coming = self._arriving.pop(key, None)
+                coming = self._arriving.get(key)
                 if coming is not None:
+                    # It stays until its read ends: another of the same page must not get what that one brings.
                     coming.done = True
                     self._changed.notify_all()
             self.host.drop(key)
@@ -323,6 +330,8 @@ class Tiers:
             if staged is not None:
                 return staged, False
             if coming is None and self._timeout_s is not None:
+                if self._closing:
+                    return None, True
                 coming = self._arriving[key] = _Coming()
                 self._start_reading([key])
             if coming is not None:
@@ -390,8 +399,8 @@ class Tiers:
         with self._changed:
             for key, payload in zip(keys, payloads, strict=True):
                 coming = self._arriving.pop(key, None)
-                if coming is None:
-                    continue  # dropped meanwhile, or everything is closed
+                if coming is None or coming.done:
+                    continue  # everything is closed, or dropped meanwhile
                 if payload is not None:
                     self.host.put(key, payload)
                     self._staged[key] = payload
@@ -414,6 +423,8 @@ class Tiers:
                     self.counters.written += written
                     self.counters.unwritten += len(batch) - written
                     self._writing = {}
+                    self.store.condemn(self._doubted)
+                    self._doubted.clear()
                     self._changed.notify_all()
         finally:
             with self._changed:
