@@ -93,20 +93,25 @@ class PageMover:
 
     def save(self, pages: Sequence[int]) -> list[memoryview]:
         """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there."""
+        self._let_go()
         held, ids, size = list[memoryview](), self._numbers(pages), self._first
-        with self._lanes() as lanes:
-            while len(held) < len(pages):
-                lane, part = next(lanes), ids[len(held) : len(held) + size]
-                with lane.entered():
-                    staged_RB = lane.device_RB[: len(part)]
-                    staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
-                    taken, places = self._owned(iter(self.memory.take(len(part))))
-                    for places_RB, at in self._runs(places):
-                        places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
-                held, size = [*held, *taken], min(2 * size, self.part)
-        for lane in self.lanes:
-            if lane.stream is not None:
-                lane.stream.synchronize()
+        try:
+            with self._lanes() as lanes:
+                while len(held) < len(pages):
+                    lane, part = next(lanes), ids[len(held) : len(held) + size]
+                    with lane.entered():
+                        staged_RB = lane.device_RB[: len(part)]
+                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
+                        taken, places = self._owned(iter(self.memory.take(len(part))))
+                        held += taken
+                        for places_RB, at in self._runs(places):
+                            places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                    size = min(2 * size, self.part)
+        finally:
+            # Whatever happened: places that are let go must not be written to any more.
+            for lane in self.lanes:
+                if lane.stream is not None:
+                    lane.stream.synchronize()
         return held
 
     def _piece(self, nbytes: int) -> memoryview:
