@@ -15,6 +15,7 @@ from benchmarks.gpu_timing import BF16_FLOPS_PER_S, HBM_BYTES_PER_S
 from benchmarks.slim import THROUGH, Case, Measured, Wanted, prefill_flops
 from benchmarks.slim_cases import gate, measure, table_rows
 from benchmarks.slim_hits import measure_hit
+from benchmarks.slim_models import pass_floor_ms
 from benchmarks.slim_pages import measure_pages
 from benchmarks.slim_prefill import measure_prefill, measure_replay, prefill_gate
 from benchmarks.slim_speculation import measure_speculation, measure_verify
@@ -83,7 +84,11 @@ class Bench:
 
     def _replay(self, case: Case) -> Measured:
         value, stored, text = measure_replay(self.weights, case, self.said)
-        return Measured(value=value, text=text, peers={"resumed with stored windows": stored})
+        rows = cost.replay_rows(self.config, case.batch, case.suffix)
+        floor, resumed = (pass_floor_ms(self.config, both) for both in rows)
+        text += f"; floors {floor:.1f} ({100 * floor / value:.0f} %) and {resumed:.1f} ms ({100 * resumed / stored:.0f} %): "
+        text += f"{floor / resumed:.2f}x"
+        return Measured(value=value, floor=floor, text=text, peers={"resumed with stored windows": stored})
 
     def _restore(self, case: Case) -> Measured:
         if case.place == THROUGH:
