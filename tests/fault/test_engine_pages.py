@@ -236,3 +236,42 @@ def test_nobody_gives_way_to_a_request_that_does_not_fit_all_the_same(wanted: in
         ends |= {event.id: event.reason for event in fake.engine.step() if isinstance(event, FinishedEvent)}
     assert ends == dict.fromkeys((high, low, late), "length")
     assert fake.engine.metrics.preemptions == fits
+
+
+# ---- pages that are brought back
+
+
+def test_a_restore_that_raises_loses_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages of a hit are in the pool, the others in host memory, which fails once: the request is served when it is tried
+    again, and nobody holds what the failure had in its hands."""
+    fake = scripted(tiers := Tiers(host_bytes=1 << 20, store=None), pages=14)
+    end_of(fake, ask(PROMPT))
+    end_of(fake, ask([4] * 41, 10))
+    pool = fake.engine.pages.pool
+    fake.engine.add(ask(PROMPT[:9], 1))
+    while not fake.engine.idle:
+        fake.engine.step()
+    number = fake.engine.add(ask(PROMPT))
+    own = tiers.get_many
+
+    def broken(keys: list[bytes]) -> Iterator[object]:
+        yield next(own(keys))
+        raise MemoryError("no place for a page")
+
+    monkeypatch.setattr(tiers, "get_many", broken)
+    with pytest.raises(MemoryError, match="no place for a page"):
+        fake.engine.step()
+    assert pool.owned == 0, "pages stay with nobody"
+    pool.check()
+    monkeypatch.undo()
+    events = []
+    while not fake.engine.idle:
+        events += fake.engine.step()
+    end = events[-1]
+    assert isinstance(end, FinishedEvent)
+    assert end.id == number
+    assert end.usage.cached["device"] == 8
+    assert end.usage.cached["host"] == 16
+    assert [token for event in events if isinstance(event, TokenEvent) for token in event.tokens] == follow(PROMPT, 2)
+    assert pool.owned == 0
+    pool.check()

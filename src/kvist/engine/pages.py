@@ -171,11 +171,13 @@ class Pages:
         """See `scheduler.PageBook.restore`. Whole pages in order until one fails."""
         assert job.chain is not None and self.tiers is not None and self.content is not None
         coming = list(takewhile(lambda entry: entry.tokens == self.page_tokens, hit.lower))
-        pages, came = self.pool.allocate(len(coming)), 0
+        pages = self.pool.allocate(len(coming))
         try:
             came = self.content.write(pages, self.tiers.get_many([entry.key for entry in coming]))
-        finally:
-            self.pool.release(pages[came:])
+        except BaseException:
+            self.pool.release([*pages, *hit.pages])  # the caller gets none to hold
+            raise
+        self.pool.release(pages[came:])
         tiers = dict(hit.tiers)
         for provenance, run in groupby(coming[:came], key=lambda entry: entry.provenance):
             entries = list(run)
