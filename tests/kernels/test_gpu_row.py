@@ -72,3 +72,17 @@ def test_experts_of_many_rows(rows: int, width: int) -> None:
     for _ in range(20):
         got = sum_choices(run_grouped(x, ids, weights, bank, 10.0, width=width), ids)
         assert float((got - want).norm() / want.norm()) < 3e-3
+
+
+@pytest.mark.parametrize("kernel", ["experts", "linear"])
+def test_no_policy_beside_an_address_in_two_parts(kernel: str) -> None:
+    """ptxas encodes a copy with an L2 policy whose shared address has a uniform part as an illegal instruction (`copy_once`)."""
+    from kvist.kernels.device.cuda_source import built
+    from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE
+    from tests.kernels.hopper import Built
+
+    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, STREAM_SOURCE.parents[1] / kernel / "row.cu")
+    cubin = built("".join(path.read_text() for path in sources), "row.cu", "sm_90a")
+    sass = Built(name=kernel, registers=0, local_bytes=0, shared_bytes=0, cubin=cubin).sass()
+    copies = [line for line in sass.splitlines() if "LDGSTS" in line]
+    assert copies and not [line for line in copies if "+UR" in line]
