@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvist.cache.prefix import PrefixQuery
+from kvist.cache.record import HEADER_BYTES
 from kvist.cache.store import PageStore
 from kvist.cache.tiers import Tiers
 from kvist.config import ModelConfig, replace
@@ -146,18 +147,21 @@ def test_a_hit_from_host_memory_and_from_disk(tmp_path: Path, host_bytes: int) -
 
     assert again(watched) == {"host" if host_bytes else "disk": 40}
     tiers.close()
-    file = tmp_path / "pages.kv"
     watched, tiers = fresh(host_bytes)
-    assert again(watched) == {"disk": 40}
+    # What was read ahead may have come to host memory before it is asked for.
+    assert sum(again(watched).values()) == 40
+    assert tiers.counters.prefetched == 5
+    assert tiers.store is not None
+    slot = tiers.store.geometry.slot_bytes
     tiers.close()
+    file = tmp_path / "pages.kv"
     raw = bytearray(file.read_bytes())
-    raw[-1 - 2 * (len(raw) // 8)] ^= 1
+    raw[len(raw) - 3 * slot + HEADER_BYTES + 3] ^= 1
     file.write_bytes(raw)
     watched, tiers = fresh(host_bytes)
-    found = again(watched)
+    assert sum(again(watched).values()) < 40
     assert tiers.store is not None
     assert tiers.store.counters.corrupt == {"checksum": 1}
-    assert 0 <= found.get("disk", 0) < 40
     tiers.close()
 
 
