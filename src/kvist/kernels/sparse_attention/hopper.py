@@ -92,14 +92,14 @@ def cut_of(items: int, tiles: int, programs: int) -> tuple[int, int]:
     """Shares of the keys and parts of the channels for `items` (queries x tiles of heads): the fastest by a model.
 
     Measured on an H200: a block starts and ends in 5.0, expands and scores a tile in 1.9 and gathers its values in 0.9 for all
-    channels; other blocks' sums come at 8.8 KB a microsecond. Clusters of three or more fill groups of 16 to 18 multiprocessors.
+    channels; other blocks' sums come at 12.8 KB a microsecond. Clusters of three or more fill groups of 16 to 18 multiprocessors.
     """
 
     def microseconds(cut: tuple[int, int]) -> float:
         shares, parts = cut
         resident = programs if shares <= 2 else max(1, programs // 18 * (16 // shares)) * shares
         waves = -(-items * shares * parts // resident)
-        join = 0.0 if shares == 1 else 0.6 + 128 / parts * (1 - 1 / shares) / 8.8
+        join = 0.0 if shares == 1 else 0.6 + 128 / parts * (1 - 1 / shares) / 12.8
         return waves * (5.0 + -(-tiles // shares) * (1.9 + 0.9 / parts) + join)
 
     least = -(-tiles // MOST_TILES)
