@@ -7,6 +7,7 @@ layouts, indices and barriers, but neither a missing wait for a matrix product n
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,22 @@ def test_few_queries_with_large_scores(shares: int, monkeypatch: pytest.MonkeyPa
 def test_shares_of_few_queries_run_side_by_side(clusters: int, tiles: int, shares: int) -> None:
     """On 132 multiprocessors: as few tiles a block as may be, in as few shares."""
     assert attend_kernels.few_shares(clusters, tiles, 132) == shares
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_page_tables_wider_than_shared_memory_takes(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(8)
+    by_few(monkeypatch, shares)
+    memory = Memory(128, 16, 64, 130)
+    wide = torch.nn.functional.pad(memory.pages.table_ST, (0, attend_kernels.FEW_PAGES))
+    q, sink, topk = torch.randn(1, 9, 512).bfloat16(), torch.randn(9), torch.arange(128).unsqueeze(0)
+    none, at = torch.tensor([[130, 130]]).to(DEVICE), torch.tensor([1], dtype=torch.int32).to(DEVICE)
+    there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], none, at)
+    narrow, far = (
+        attend_kernels.attend_hopper(*there, pages, topk.to(DEVICE), sink.to(DEVICE), window=0).cpu()
+        for pages in (memory.pages, replace(memory.pages, table_ST=wide))
+    )
+    assert narrow.abs().max() > 0 and torch.equal(far, narrow)
 
 
 def test_a_query_that_is_no_number_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

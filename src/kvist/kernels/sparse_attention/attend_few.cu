@@ -6,15 +6,15 @@
 // 2^-9, so that a code and its scale need one product. Slots and page tables are read before the launch before has ended.
 
 static const int HEADS = 16, GROUPS = 4, THREADS = 128 * GROUPS, SUMS = HEADS / 2;  // SUMS: of a thread, of 64 rows
-static const int MOST_SHARES = 10, MOST_PAGES = 4096;  // pages: of a table that shared memory takes
+static const int MOST_SHARES = 10, MOST_PAGES = 8192;  // pages: of a table that shared memory takes
 static const int PITCH = TILE + 4;                     // floats from head to head of partial scores
 static const float SLACK = 8.f;  // how far (powers of 2) a score may exceed the peak before sums are scaled again
 static const int QUADS = THREADS * 2 * SUMS / 4;  // of a block's sums
 static const int Q_CHUNK = HEADS * 128;           // bytes of 64 channels of the queries
 static const int Q_AT = 0, P_AT = HEADS * 1024, PARTIAL_AT = P_AT + HEADS * 128, STATS_AT = PARTIAL_AT + GROUPS * HEADS * PITCH * 4;
 static const int FACTORS_AT = STATS_AT + MOST_SHARES * HEADS * 8;
-static const int PAGES_AT = FACTORS_AT + (1 + GROUPS) * HEADS * 4;  // factors: between tiles, and the last ones of each group
-static const int TILES_AT = (PAGES_AT + MOST_PAGES * 4 + 1023) / 1024 * 1024, TILE_BYTES = TILE * CHANNELS * 2;
+static const int TILES_AT = (FACTORS_AT + (1 + GROUPS) * HEADS * 4 + 1023) / 1024 * 1024;  // factors: between tiles, each group's last
+static const int TILE_BYTES = TILE * CHANNELS * 2;
 
 __device__ __forceinline__ u32 descriptor(u32 at) { return ((at & 0x3FFFF) >> 4) | (1u << 16); }
 // 64 keys x heads, 16 channels: the left side in registers, queries contiguous in channels.
@@ -112,40 +112,54 @@ template <bool ONE> __device__ __forceinline__ Item item_of(const Call& c) {
 struct Part {
   uint4 codes[2][2];
   u32 scales[2];
+  bool real[2];  // whether they exist
 };
 
 struct Reader {
   const Call& c;
   int n, slot, row, unit, window_tiles;  // row: the thread's first of a tile; unit: its 32 channels
-  const int* pages;                      // of the slot
+  const int* far;                        // the slot's pages
+  int* here;                             // their copy in shared memory
   int start, stop;
 
   // Ids of two rows of a tile, or their cells in the ring; below 0: none.
   __device__ __forceinline__ void find(int (&id)[2], int tile) const {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      int key = tile * TILE + row + 8 * h, chosen = key - window_tiles * TILE;
-      id[h] = -1;
-      if (tile >= window_tiles) {
-        if (chosen < c.selected) id[h] = __ldg(c.topk + (i64)n * c.selected + chosen);
-      } else if (start + key < stop) id[h] = (int)((u32)(start + key) % (u32)c.ring);
+    int key = tile * TILE + row;
+    if (tile >= window_tiles) {
+      key -= window_tiles * TILE;
+      const int* from = c.topk + (i64)n * c.selected + key;
+      id[0] = key < c.selected ? __ldg(from) : -1, id[1] = key + 8 < c.selected ? __ldg(from + 8) : -1;
+    } else {
+      key += start;
+      id[0] = key < stop ? (int)((u32)key % (u32)c.ring) : -1, id[1] = key + 8 < stop ? (int)((u32)(key + 8) % (u32)c.ring) : -1;
     }
   }
   __device__ __forceinline__ void fetch(Part& x, const int (&id)[2], bool window) const {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      x.codes[h][0] = x.codes[h][1] = make_uint4(0, 0, 0, 0), x.scales[h] = 0;
-      if (id[h] < 0) continue;
-      if (window) {
-        const uint4* from = (const uint4*)(c.window + slot * c.slot_stride + id[h] * c.window_stride + unit * 32);
-        x.codes[h][0] = __ldg(from), x.codes[h][1] = __ldg(from + 1);
-        x.scales[h] = __ldg(c.window_scales + slot * c.slot_scale_stride + id[h] * c.scale_stride + unit);
-      } else {
-        const u8* page = c.pages + (i64)pages[id[h] >> c.page_shift] * c.page_bytes;
-        u32 at = id[h] & ((1 << c.page_shift) - 1);
-        x.codes[h][0] = __ldg((const uint4*)(page + (c.main_codes + at * 256 + unit * 16)));
-        x.scales[h] = __ldg((const u16*)(page + (c.main_scales + at * 32 + unit * 2)));
+    for (int h = 0; h < 2; h++) x.codes[h][0] = x.codes[h][1] = make_uint4(0, 0, 0, 0), x.scales[h] = 0, x.real[h] = id[h] >= 0;
+    if (window) {
+      const u8 *codes = c.window + slot * c.slot_stride + unit * 32, *scales = c.window_scales + slot * c.slot_scale_stride + unit;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (id[h] < 0) continue;
+        const uint4* from = (const uint4*)(codes + id[h] * c.window_stride);
+        x.codes[h][0] = __ldg(from), x.codes[h][1] = __ldg(from + 1), x.scales[h] = __ldg(scales + id[h] * c.scale_stride);
       }
+      return;
+    }
+    int page[2], in_page = (1 << c.page_shift) - 1;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int number = max(id[h], 0) >> c.page_shift;
+      page[h] = c.table_width > MOST_PAGES ? __ldg(far + number) : here[number];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (id[h] < 0) continue;
+      const u8* from = c.pages + (i64)page[h] * c.page_bytes;
+      u32 at = id[h] & in_page;
+      x.codes[h][0] = __ldg((const uint4*)(from + (c.main_codes + at * 256 + unit * 16)));
+      x.scales[h] = __ldg((const u16*)(from + (c.main_scales + at * 32 + unit * 2)));
     }
   }
 };
@@ -358,16 +372,6 @@ struct Multiplier {
   }
 };
 
-// `pages` of the block's query, in shared memory where they fit.
-__device__ __forceinline__ const int* table_of(const Call& c, u8* shared, int slot) {
-  const int* pages = c.table + (i64)slot * c.table_width;
-  if (c.table_width > MOST_PAGES) return pages;
-  int* here = (int*)(shared + PAGES_AT);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < c.table_width; i += THREADS) here[i] = __ldg(pages + i);
-  return here;
-}
-
 template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
   extern __shared__ u8 raw[];
   u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
@@ -375,22 +379,24 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
   Item x = item_of<ONE>(c);
   Multiplier m{c, shared, warp >> 2, warp & 3, lane};
   int window_tiles = (c.window_length + TILE - 1) / TILE, slot = __ldg(c.slots + x.n), own = threadIdx.x & 127;
-  Reader rows{c, x.n, slot, 16 * m.warp + m.g(), 4 * m.group + m.t(), window_tiles, nullptr, 0, 0};
-  if (x.first + x.tiles > window_tiles) rows.pages = table_of(c, shared, slot);
+  Reader rows{c, x.n, slot, 16 * m.warp + m.g(), 4 * m.group + m.t(), window_tiles,
+              c.table + (i64)slot * c.table_width, (int*)(shared + TILES_AT + (ONE ? 1 : 2) * TILE_BYTES), 0, 0};
+  if (x.first + x.tiles > window_tiles && c.table_width <= MOST_PAGES)
+#pragma unroll 4
+    for (int i = threadIdx.x; i < c.table_width; i += THREADS) rows.here[i] = __ldg(rows.far + i);
   cluster_announce();
   cluster_wait();  // all blocks have begun
   __syncthreads();
   wait_for_launch();
-  let_next();
+  if (!ONE) let_next();
   if (x.first < window_tiles) rows.start = (int)__ldg(c.spans + 2 * x.n), rows.stop = (int)__ldg(c.spans + 2 * x.n + 1);
-  int here[2], next[2], far[2];
+  int next[2];
   Part part;
   Queries queries;
   queries.fetch(c, x);
-  rows.find(here, x.first);
+  rows.find(next, x.first);
+  rows.fetch(part, next, x.first < window_tiles);
   if (x.tiles > 1) rows.find(next, x.first + 1);
-  if (x.tiles > 2) rows.find(far, x.first + 2);
-  rows.fetch(part, here, x.first < window_tiles);
   float sink = own < HEADS ? __ldg(c.sink + min(x.head + own, c.heads - 1)) : 0.f;
   queries.store(c, x, shared);
   group_barrier(1 + m.group, 128);
@@ -401,14 +407,14 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
 #pragma unroll 1
   for (int tile = 0; tile < x.tiles; tile++) {
     int buffer = tile & 1, now = x.first + tile;
-    bool real[2] = {here[0] >= 0, here[1] >= 0};
+    bool real[2] = {part.real[0], part.real[1]};
     float s[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) s[i] = 0.f;
     m.score(s, part, now < window_tiles, buffer);
-    here[0] = next[0], here[1] = next[1], next[0] = far[0], next[1] = far[1];
-    if (tile + 1 < x.tiles) rows.fetch(part, here, now + 1 < window_tiles);
-    if (tile + 3 < x.tiles) rows.find(far, now + 3);
+    if (tile + 1 < x.tiles) rows.fetch(part, next, now + 1 < window_tiles);
+    if (tile + 2 < x.tiles) rows.find(next, now + 2);
+    if (ONE) let_next();  // behind the arrival of rows: what it reads would come before them
     products_wait<0>();
     m.hand_over(s, real);
     __syncthreads();

@@ -35,8 +35,12 @@ _SOURCES = (*_SHARED, Path(__file__).with_name("attend.cu"))
 FEW_HEADS, FEW_SHARES, FEW_TILES, FEW_TURNED = 16, 10, 5, 32
 """What `attend_few.cu` is built for: heads a block, blocks of a cluster, rotated pairs (the last 64 channels); and up to how many
 tiles a block it is the faster one."""
-_FEW_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 320 + 16384) // 1024) * 1024
-_FEW_KERNELS = (("attend_one", _FEW_BYTES + 65536), ("attend_several", _FEW_BYTES + 131072))
+FEW_PAGES = 8192
+"""Of a page table, copied to shared memory; a wider one is read where it lies."""
+_FEW_BYTES, _FEW_TILE_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 320) // 1024) * 1024, 65536
+_FEW_KERNELS = tuple(
+    (name, _FEW_BYTES + n * _FEW_TILE_BYTES + 4 * FEW_PAGES) for name, n in (("attend_one", 1), ("attend_several", 2))
+)
 _FEW_SOURCES = (*_SHARED, Path(__file__).with_name("attend_few.cu"))
 _FEW_THREADS, _FEW_SUMS = 512, 8192
 _POINTERS = (
@@ -152,9 +156,13 @@ def attend_hopper(
     )  # fmt: skip
     if few:
         sums = torch.empty(n * parts * shares * _FEW_SUMS, device=device)
-        name = "attend_one" if tiles == shares else "attend_several"
+        copied = 4 * table.shape[1] if pages is not None and table.shape[1] <= FEW_PAGES else 0
+        name, buffers = ("attend_one", 1) if tiles == shares else ("attend_several", 2)
         kernel = kernels(_FEW_SOURCES, _FEW_KERNELS, device.index or 0)[name]
-        kernel.launch(_FewCall(*fields, sums.data_ptr()), n * parts * shares, _FEW_THREADS, overlap=True, cluster=shares)
+        kernel.launch(
+            _FewCall(*fields, sums.data_ptr()), n * parts * shares, _FEW_THREADS, overlap=True, cluster=shares,
+            shared_bytes=_FEW_BYTES + buffers * _FEW_TILE_BYTES + copied,
+        )  # fmt: skip
         return out
     blocks = items * parts * shares
     kernel = kernels(_SOURCES, _KERNELS, device.index or 0)[f"attend_{parts}"]
