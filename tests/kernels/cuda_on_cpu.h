@@ -233,10 +233,6 @@ static void arrivals_sent(unsigned at, int bytes) {
   Arrivals& a = cluster[(at >> 20) - 1].arrivals[(at & 0xFFFFF) / 8];
   a.bytes -= bytes, a.turn();
 }
-static void arrivals_arrive_in(unsigned at) {
-  Arrivals& a = cluster[(at >> 20) - 1].arrivals[(at & 0xFFFFF) / 8];
-  a.left--, a.turn();
-}
 static void cluster_enter() { cluster_turns[fiber] = cluster_gate.enter(blocks_of_cluster * threads_of_block); }
 static void cluster_leave() { cluster_gate.leave(cluster_turns[fiber]); }
 

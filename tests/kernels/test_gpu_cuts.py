@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvist.kernels.device.arrivals import MOST_PARTS, parts_for
-from kvist.kernels.hyper_connections.hopper import ROOM, ROWS, STEP, parts_of
+from kvist.kernels.hyper_connections.hopper import ROOM, ROWS, STEP, form_of, parts_of
 from kvist.kernels.sparse_attention.hopper import MOST_SHARES, MOST_TILES, cut_of
 
 CPU = torch.device("cpu")  # counted as an H200: 132 multiprocessors
@@ -31,7 +31,7 @@ def test_few_programs_are_cut_and_full_waves_are_not() -> None:
 @pytest.mark.parametrize("width", [64, 192, 256, 5120])
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 300, 4096, 100000])
 def test_parts_of_streams_cover_all_channels_once(rows: int, width: int) -> None:
-    (parts, columns), tiles = parts_of(rows, width, 132), -(-rows // ROWS)
+    parts, columns, tiles = parts_of(rows, width, 132), form_of(rows, width).columns, -(-rows // ROWS)
     assert parts % columns == 0
     assert (width // STEP) % parts == 0
     assert tiles * parts <= max(ROOM * 132, tiles * columns)

@@ -81,19 +81,8 @@ __device__ __forceinline__ void part_sums(const Streams& s, float* to, int first
   }
   to[lane] = total;
 }
-// By one warp, from `shares` warps' sums.
-__device__ __forceinline__ void coefficients(const Streams& s, const float* room, int shares, int lane) {
-  float total = 0.f;
-  for (int w = 0; w < shares; w++) total += room[w * 32 + lane];
-  total *= 1.f / sqrtf(__shfl_sync(0xFFFFFFFF, total, 24) / (4.f * s.width) + s.norm_eps);
-  float logit = lane < 24 ? total * s.scale[lane < 4 ? 0 : lane < 8 ? 1 : 2] + s.base[lane] : 0.f;
-  float gate = 1.f / (1.f + power2(-1.4426950408889634f * max(logit, -80.f)));
-  if (lane < 4) s.pre[lane] = gate + s.hc_eps;
-  else if (lane < 8) s.post[lane - 4] = 2.f * gate;
-  float p[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) p[i] = __shfl_sync(0xFFFFFFFF, logit, 8 + i);
-  if (lane) return;
+// A row's sixteen weights by one thread: softmax of the logits, then balanced.
+__device__ __forceinline__ void balance(float (&p)[16], int iterations, float eps) {
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     float highest = max(max(p[i], p[i + 1]), max(p[i + 2], p[i + 3]));
@@ -101,17 +90,34 @@ __device__ __forceinline__ void coefficients(const Streams& s, const float* room
     for (int j = 0; j < 4; j++) p[i + j] = power2(1.4426950408889634f * (p[i + j] - highest));
     float r = reciprocal((p[i] + p[i + 1]) + (p[i + 2] + p[i + 3]));
 #pragma unroll
-    for (int j = 0; j < 4; j++) p[i + j] = p[i + j] * r + s.hc_eps;
+    for (int j = 0; j < 4; j++) p[i + j] = p[i + j] * r + eps;
   }
 #pragma unroll
-  for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], s.hc_eps);
+  for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], eps);
 #pragma unroll 1
-  for (int turn = 1; turn < s.iterations; turn++) {
+  for (int turn = 1; turn < iterations; turn++) {
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) share(p[i], p[i + 1], p[i + 2], p[i + 3], s.hc_eps);
+    for (int i = 0; i < 16; i += 4) share(p[i], p[i + 1], p[i + 2], p[i + 3], eps);
 #pragma unroll
-    for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], s.hc_eps);
+    for (int j = 0; j < 4; j++) share(p[j], p[4 + j], p[8 + j], p[12 + j], eps);
   }
+}
+__device__ __forceinline__ float gate_of(float logit) { return 1.f / (1.f + power2(-1.4426950408889634f * max(logit, -80.f))); }
+
+// By one warp, from `shares` warps' sums.
+__device__ __forceinline__ void coefficients(const Streams& s, const float* room, int shares, int lane) {
+  float total = 0.f;
+  for (int w = 0; w < shares; w++) total += room[w * 32 + lane];
+  total *= 1.f / sqrtf(__shfl_sync(0xFFFFFFFF, total, 24) / (4.f * s.width) + s.norm_eps);
+  float logit = lane < 24 ? total * s.scale[lane < 4 ? 0 : lane < 8 ? 1 : 2] + s.base[lane] : 0.f;
+  float gate = gate_of(logit);
+  if (lane < 4) s.pre[lane] = gate + s.hc_eps;
+  else if (lane < 8) s.post[lane - 4] = 2.f * gate;
+  float p[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i] = __shfl_sync(0xFFFFFFFF, logit, 8 + i);
+  if (lane) return;
+  balance(p, s.iterations, s.hc_eps);
 #pragma unroll
   for (int i = 0; i < 16; i++) s.comb[i] = p[i];
 }

@@ -1,13 +1,15 @@
 // What follows the pass over the streams of several rows (`pass.cu`), for Hopper (sm_90a): norm and FP8 of the collapse, which lies in L2
 // still, and the coefficients of the next sublayer. Needs `device/stream.cuh` and `collapse.cuh`.
 //
-// The last blocks make coefficients: a block a row where rows are few, a warp a row otherwise. The others norm a row at a time, and
+// The last blocks make coefficients: a block a row where rows are few, otherwise of up to 32 rows, which a warp balances side by side. The
+// others norm a row at a time, and
 // have the next one on its way meanwhile; they leave room beside them, so that coefficients are made in their shadow. Knows no layers.
 
 static const int WARPS = 5;
 static const int THREADS = 32 * WARPS;
 static const int UNITS = 4;  // of eight channels a thread: widths up to 5,120
 static const int TOGETHER = 32;  // parts that a warp has on their way
+static const int STRIDE = 33;    // floats of a row's sums
 
 struct Call {
   u16* h;                // [N, D] collapse; normed where it lies
@@ -20,32 +22,51 @@ struct Call {
   float* pre;
   float* post;
   float* comb;
-  int rows, width, count, iterations, makers, spread;
+  int rows, width, count, iterations, makers, share;
   float norm_eps, hc_eps;
 };
 
-__device__ __forceinline__ void make_coefficients(const Call& c, float* room, int block, int warp, int lane) {
-  int row = c.spread ? block : block * WARPS + warp, first = c.spread ? warp : 0, by = c.spread ? WARPS : 1;
+// Of one row: every `by`-th part.
+__device__ __forceinline__ float part_sum(const Call& c, int row, int first, int by, int lane) {
+  const float* parts = c.parts + (i64)row * c.count * 32 + lane;
   float total = 0.f;
-  if (row < c.rows) {
-    const float* parts = c.parts + (i64)row * c.count * 32 + lane;
 #pragma unroll 1
-    for (int begin = first; begin < c.count; begin += TOGETHER * by) {
-      float own[TOGETHER];
+  for (int begin = first; begin < c.count; begin += TOGETHER * by) {
+    float own[TOGETHER];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) own[i] = begin + i * by < c.count ? parts[(begin + i * by) * 32] : 0.f;
+    for (int i = 0; i < TOGETHER; i++) own[i] = begin + i * by < c.count ? parts[(begin + i * by) * 32] : 0.f;
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) total += own[i];
-    }
+    for (int i = 0; i < TOGETHER; i++) total += own[i];
   }
-  room[warp * 32 + lane] = total;
-  if (c.spread) __syncthreads();
-  else __syncwarp();
-  if (row >= c.rows || (c.spread && warp)) return;
+  return total;
+}
+__device__ __forceinline__ void make_row(const Call& c, float* room, int row, int warp, int lane) {
+  room[warp * 32 + lane] = part_sum(c, row, warp, WARPS, lane);
+  __syncthreads();
+  if (warp) return;
   Streams s = {nullptr,   nullptr, nullptr, nullptr,         c.base,           c.scale,          nullptr,
                nullptr,   c.pre + (i64)row * 4, c.post + (i64)row * 4, c.comb + (i64)row * 16, c.width, c.count, c.iterations,
                c.norm_eps, c.hc_eps};
-  coefficients(s, room + (c.spread ? 0 : warp * 32), c.spread ? WARPS : 1, lane);
+  coefficients(s, room, WARPS, lane);
+}
+__device__ __forceinline__ void make_rows(const Call& c, float* room, int first, int warp, int lane) {
+  for (int i = warp; i < c.share && first + i < c.rows; i += WARPS) room[i * STRIDE + lane] = part_sum(c, first + i, 0, 1, lane);
+  __syncthreads();
+  i64 row = first + lane;
+  if (warp || lane >= c.share || row >= c.rows) return;
+  const float* sums = room + lane * STRIDE;
+  float factor = 1.f / sqrtf(sums[24] / (4.f * c.width) + c.norm_eps), pre[4], post[4], p[16];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    pre[i] = gate_of(sums[i] * factor * c.scale[0] + c.base[i]) + c.hc_eps;
+    post[i] = 2.f * gate_of(sums[4 + i] * factor * c.scale[1] + c.base[4 + i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i] = sums[8 + i] * factor * c.scale[2] + c.base[8 + i];
+  balance(p, c.iterations, c.hc_eps);
+  *(float4*)(c.pre + row * 4) = *(float4*)pre, *(float4*)(c.post + row * 4) = *(float4*)post;
+#pragma unroll
+  for (int i = 0; i < 4; i++) *(float4*)(c.comb + row * 16 + 4 * i) = *(float4*)(p + 4 * i);
 }
 
 // Eight channels normed, as pairs, and the largest of their sizes.
@@ -76,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_consta
   if (row >= step) {
     wait_for_launch();
     let_next();
-    make_coefficients(c, (float*)raw, row - step, warp, lane);
+    if (c.share == 1) make_row(c, (float*)raw, row - step, warp, lane);
+    else make_rows(c, (float*)raw, (row - step) * c.share, warp, lane);
     return;
   }
   float weight[UNITS][8];

@@ -28,8 +28,7 @@ LOGITS = 2 * STREAMS + STREAMS * STREAMS
 
 
 MOST_TRITON_ROWS = 1
-"""Rows up to which the Triton pass is used on Hopper: 2 rows take 8.0 us by `pass.cu` and 8.4 so (12.5 and 14.5 where nothing
-lies in L2), 16 rows 8.8 and 12.6, 64 rows 10.9 and 18.5, 4,096 rows 253 and 426."""
+"""Rows up to which the Triton pass is used on Hopper: one row takes 4.6 us so and 5.9 by `pass.cu`, 2 rows 8.4 and 5.5."""
 
 
 class Cut(NamedTuple):
@@ -129,14 +128,15 @@ def _softmax4(a, b, c, d, eps, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _share4(a, b, c, d, eps, PLAIN: tl.constexpr):
-    r = _reciprocal((a + b) + ((c + d) + eps), PLAIN)
-    return a * r, b * r, c * r, d * r
+def _factor(a, b, c, d, fa, fb, fc, fd, inverse, eps, PLAIN: tl.constexpr):
+    """The factor of a row or column from those of the other four, and its reciprocal."""
+    inverse = (a * fa + c * fc) + (b * fb + d * fd + eps * inverse)
+    return _reciprocal(inverse, PLAIN), inverse
 
 
 @triton.jit
-def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS: tl.constexpr,
-                  PLAIN: tl.constexpr):  # fmt: skip
+def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, T: tl.constexpr,
+                  ITERATIONS: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     """Sums [T,32] (24 logits, squares of all streams, squares of the collapse) -> the three coefficients, written.
 
     A row's sixteen mixing weights live in one thread, so that balancing them costs no exchange between threads.
@@ -161,36 +161,40 @@ def _coefficients(total, base, scale, pre, post, comb, n, alive, D, hc_eps, norm
     p10, p11, p12, p13 = _softmax4(p10, p11, p12, p13, hc_eps, PLAIN)
     p20, p21, p22, p23 = _softmax4(p20, p21, p22, p23, hc_eps, PLAIN)
     p30, p31, p32, p33 = _softmax4(p30, p31, p32, p33, hc_eps, PLAIN)
-    p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps, PLAIN)
-    p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps, PLAIN)
-    p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps, PLAIN)
-    p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps, PLAIN)
+    # Rows and columns keep their factors u and v, and these their reciprocals r and c: an element is p u v, and dividing a row by
+    # its sum and eps makes r the sum of its p v and eps r.
+    one = tl.full([T], 1.0, tl.float32)
+    u0, u1, u2, u3, r0, r1, r2, r3 = one, one, one, one, one, one, one, one
+    v0, c0 = _factor(p00, p10, p20, p30, u0, u1, u2, u3, one, hc_eps, PLAIN)
+    v1, c1 = _factor(p01, p11, p21, p31, u0, u1, u2, u3, one, hc_eps, PLAIN)
+    v2, c2 = _factor(p02, p12, p22, p32, u0, u1, u2, u3, one, hc_eps, PLAIN)
+    v3, c3 = _factor(p03, p13, p23, p33, u0, u1, u2, u3, one, hc_eps, PLAIN)
     for _ in range(ITERATIONS - 1):
-        p00, p01, p02, p03 = _share4(p00, p01, p02, p03, hc_eps, PLAIN)
-        p10, p11, p12, p13 = _share4(p10, p11, p12, p13, hc_eps, PLAIN)
-        p20, p21, p22, p23 = _share4(p20, p21, p22, p23, hc_eps, PLAIN)
-        p30, p31, p32, p33 = _share4(p30, p31, p32, p33, hc_eps, PLAIN)
-        p00, p10, p20, p30 = _share4(p00, p10, p20, p30, hc_eps, PLAIN)
-        p01, p11, p21, p31 = _share4(p01, p11, p21, p31, hc_eps, PLAIN)
-        p02, p12, p22, p32 = _share4(p02, p12, p22, p32, hc_eps, PLAIN)
-        p03, p13, p23, p33 = _share4(p03, p13, p23, p33, hc_eps, PLAIN)
+        u0, r0 = _factor(p00, p01, p02, p03, v0, v1, v2, v3, r0, hc_eps, PLAIN)
+        u1, r1 = _factor(p10, p11, p12, p13, v0, v1, v2, v3, r1, hc_eps, PLAIN)
+        u2, r2 = _factor(p20, p21, p22, p23, v0, v1, v2, v3, r2, hc_eps, PLAIN)
+        u3, r3 = _factor(p30, p31, p32, p33, v0, v1, v2, v3, r3, hc_eps, PLAIN)
+        v0, c0 = _factor(p00, p10, p20, p30, u0, u1, u2, u3, c0, hc_eps, PLAIN)
+        v1, c1 = _factor(p01, p11, p21, p31, u0, u1, u2, u3, c1, hc_eps, PLAIN)
+        v2, c2 = _factor(p02, p12, p22, p32, u0, u1, u2, u3, c2, hc_eps, PLAIN)
+        v3, c3 = _factor(p03, p13, p23, p33, u0, u1, u2, u3, c3, hc_eps, PLAIN)
     place = comb + n * 16
-    tl.store(place + 0, p00, mask=alive)
-    tl.store(place + 1, p01, mask=alive)
-    tl.store(place + 2, p02, mask=alive)
-    tl.store(place + 3, p03, mask=alive)
-    tl.store(place + 4, p10, mask=alive)
-    tl.store(place + 5, p11, mask=alive)
-    tl.store(place + 6, p12, mask=alive)
-    tl.store(place + 7, p13, mask=alive)
-    tl.store(place + 8, p20, mask=alive)
-    tl.store(place + 9, p21, mask=alive)
-    tl.store(place + 10, p22, mask=alive)
-    tl.store(place + 11, p23, mask=alive)
-    tl.store(place + 12, p30, mask=alive)
-    tl.store(place + 13, p31, mask=alive)
-    tl.store(place + 14, p32, mask=alive)
-    tl.store(place + 15, p33, mask=alive)
+    tl.store(place + 0, p00 * u0 * v0, mask=alive)
+    tl.store(place + 1, p01 * u0 * v1, mask=alive)
+    tl.store(place + 2, p02 * u0 * v2, mask=alive)
+    tl.store(place + 3, p03 * u0 * v3, mask=alive)
+    tl.store(place + 4, p10 * u1 * v0, mask=alive)
+    tl.store(place + 5, p11 * u1 * v1, mask=alive)
+    tl.store(place + 6, p12 * u1 * v2, mask=alive)
+    tl.store(place + 7, p13 * u1 * v3, mask=alive)
+    tl.store(place + 8, p20 * u2 * v0, mask=alive)
+    tl.store(place + 9, p21 * u2 * v1, mask=alive)
+    tl.store(place + 10, p22 * u2 * v2, mask=alive)
+    tl.store(place + 11, p23 * u2 * v3, mask=alive)
+    tl.store(place + 12, p30 * u3 * v0, mask=alive)
+    tl.store(place + 13, p31 * u3 * v1, mask=alive)
+    tl.store(place + 14, p32 * u3 * v2, mask=alive)
+    tl.store(place + 15, p33 * u3 * v3, mask=alive)
 
 
 @triton.jit
@@ -276,7 +280,7 @@ def _end(h, parts, squares, base, scale, norm, quantised, pre, post, comb, N_ROW
         for start in tl.static_range(0, SPLITS, GROUP):
             other = start + these
             sums += tl.sum(tl.load(first + other * 32, mask=(other < SPLITS) & alive[None, :, None], other=0.0), 0)
-        _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, ITERATIONS, PLAIN)
+        _coefficients(sums, base, scale, pre, post, comb, n, alive, D, hc_eps, norm_eps, T, ITERATIONS, PLAIN)
     else:
         at = tl.program_id(0) - tiles
         row, d = (at // BLOCKS).to(tl.int64), at % BLOCKS * W + tl.arange(0, W)
