@@ -13,6 +13,7 @@ from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
 from kvist.engine.engine import Engine, store_model
 from kvist.engine.gauges import gauges
+from kvist.engine.page_bytes import CardPages
 from kvist.engine.request import Request
 from kvist.engine.sampler import SamplingParams
 from kvist.page_layout import PageLayout
@@ -22,6 +23,13 @@ from tests.equivalence.replay_oracle import Oracle
 from tests.equivalence.test_engine_replay import prompt_of, span_of
 
 SIZE = 4
+
+
+@pytest.fixture(autouse=True, params=["in place", "by runs"])
+def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages written where they lie, and moved as a card's are: through places that the tiers keep them in."""
+    if request.param == "by runs":
+        monkeypatch.setattr("kvist.engine.engine.page_bytes", CardPages.of)
 
 
 def start(folder: Path, seed: int = 0, *, host_bytes: int = 0, pages: int = 60, replay: str = "exact", salt: int = 0) -> Watched:

@@ -24,7 +24,7 @@ _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
 _READ_PAGES: Final = 64
-_DIRECT_READERS = 3
+_DIRECT_READERS = 4
 _DIRECT_BYTES = 8 << 20
 _PROVERS = 4
 """Where pages are read straight to their places: threads that read, bytes that one takes at a time, threads that prove what was

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvist.cache.page_memory import PageMemory
 from kvist.cache.record import Buffer
 
-PART_BYTES = 64 << 20
+PART_BYTES = 32 << 20
 """Bytes of a part: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
 FIRST_BYTES = 16 << 20
 """Bytes of the first part, so that the link begins early."""
