@@ -28,8 +28,6 @@ MEANING = {
     "address_in": "return at + ((block + 1) << 20);",
     "send_run": "memcpy(in_cluster(at), from, bytes), arrivals_sent(barrier, bytes);",
     "expect_sent": "arrivals_expect(at, bytes);",
-    "read_from": "return *(float4*)in_cluster(at);",
-    "read_pair_from": "return *(float2*)in_cluster(at);",
     "products_wait": "__syncwarp();",
     "power2": "return exp2f(x);",
     "bfloat_pair": "return two_bfloats(low, high);",

@@ -263,7 +263,7 @@ struct Barriers {
 };
 
 // Queries of an item into shared memory, rotated where a table is given, by 256 threads. A thread has one unit of 8 channels of every
-// fourth head, eight of them under way; LATER: after the first are, waits for the place to be free.
+// fourth head, several of them under way; LATER: after the first are, waits for the place to be free.
 template <bool LATER> __device__ __forceinline__ void load_queries(const Call& c, const Item& x, u8* shared, int thread, u32 is_free, int parity) {
   const int AHEAD = LATER ? 4 : 8;
   int unit = thread & 63, first = thread >> 6, left = c.heads - x.head - first;
