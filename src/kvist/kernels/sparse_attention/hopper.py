@@ -126,8 +126,8 @@ def attend_hopper(
 ) -> Tensor:
     """See `gpu.attend_packed`; only where `fits`. `cut`: shares of the keys and parts of the channels, by `attend.cu`.
 
-    A kernel of this package that ends early for the next one (programmatic launch) must not be what wrote `slot_N` or page
-    tables, if this is the next one: both are read before it has ended.
+    `slot_N` and page tables must be older than the launches just before this one, which (kernels of this package do) may let it
+    begin before they have ended: both are read at once.
     """
     n, heads, _ = q_NHC.shape
     device = q_NHC.device
