@@ -116,8 +116,10 @@ def test_a_captured_pass_says_what_plain_ones_say() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
-def test_small_passes_say_the_same_launched_captured_and_replayed() -> None:
+@pytest.mark.parametrize("way", ["kept", "one at a time", "not captured"])
+def test_small_passes_say_the_same_launched_captured_and_replayed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of other lengths share a room's graph; each is near the pass without padding, as a row among others may be."""
+    from kvist.engine.card import small_passes
     from kvist.engine.card.passes import cut, plan_pass
     from kvist.engine.card.rooms import room_for
     from kvist.engine.card.small_passes import SmallPasses, WatchedPrefill
@@ -131,7 +133,16 @@ def test_small_passes_say_the_same_launched_captured_and_replayed() -> None:
     rooms = [room_for(planned, sizes) for planned in plans]
     assert None not in rooms
     assert rooms[1] == rooms[2] != rooms[0]
-    run, said = SmallPasses(WatchedPrefill(both.card)).run, []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory for a graph")
+
+    if way == "one at a time":
+        monkeypatch.setattr(small_passes, "MOST_GRAPHS", 1)
+    if way == "not captured":
+        monkeypatch.setattr(torch.cuda, "graph", refuse)
+    passes, said = SmallPasses(WatchedPrefill(both.card)), []
+    run = passes.run
     for _ in range(3):
         said.append([run(planned) for planned in plans])
     for number, prompts in enumerate(ways):
@@ -142,3 +153,4 @@ def test_small_passes_say_the_same_launched_captured_and_replayed() -> None:
             assert finite_N.all()
         off_R = (said[0][number][0] - want_RV).norm(dim=1) / want_RV.norm(dim=1)
         assert off_R.max() < 0.5, off_R
+    assert len(passes._graphs) == {"kept": 2, "one at a time": 1, "not captured": 0}[way]

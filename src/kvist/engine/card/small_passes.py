@@ -6,6 +6,8 @@ launches, and so the same bits. Must not know schedulers, sampling or pages' own
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +17,12 @@ from kvist.engine.card.brought import OnCard
 from kvist.engine.card.passes import Pass
 from kvist.engine.card.prefill import Flow, Prefill
 from kvist.engine.card.rooms import Room, padded, room_for
+
+LOG = logging.getLogger(__name__)
+MOST_GRAPHS = 32
+"""Graphs that are kept; the one not used for longest goes, and its room is captured again when it comes again."""
+Key = tuple[Room, int]
+"""A room and the bound on positions."""
 
 
 class WatchedPrefill(Prefill):
@@ -45,7 +53,8 @@ class SmallPasses:
     def __init__(self, prefill: WatchedPrefill) -> None:
         self.prefill, self.bringer, self.model = prefill, prefill.bringer, prefill.model
         self.on_card = prefill.state.device.type == "cuda"
-        self._graphs: dict[tuple[Room, int], _Captured | None] = {}
+        self._graphs = OrderedDict[Key, _Captured]()
+        self._seen, self._refused = set[Key](), set[Key]()
         self._pool = torch.cuda.graph_pool_handle() if self.on_card else None
 
     def run(self, planned: Pass) -> tuple[Tensor, Tensor]:
@@ -56,11 +65,14 @@ class SmallPasses:
         fitted = padded(planned, room, self.bringer.sizes, self.prefill.state.spare)
         fitted = replace(fitted, reach=self.model.reach_of(planned.reach))
         key = (room, fitted.reach)
-        if key not in self._graphs:
-            self._graphs[key] = None
+        captured = self._graphs.pop(key, None)
+        if captured is None and key in self._seen - self._refused:
+            captured = self._capture(key, fitted)
+        if captured is None:
+            self._seen.add(key)
             logits_RV, finite_N = self._launched(fitted)
         else:
-            captured = self._graphs[key] or self._capture(key, fitted)
+            self._graphs[key] = captured
             self.bringer.send(fitted, captured.flat)
             captured.graph.replay()
             # The next replay of any room writes there.
@@ -71,13 +83,20 @@ class SmallPasses:
         logits_WV = self.prefill.compute(self.bringer.derive(planned, self.bringer.send(planned)))
         return logits_WV, self.prefill.finite_N
 
-    def _capture(self, key: tuple[Room, int], fitted: Pass) -> _Captured:
-        """A graph of a room whose launches have run before. Rooms share memory: their graphs never run at once."""
+    def _capture(self, key: Key, fitted: Pass) -> _Captured | None:
+        """A graph of a room whose launches have run before, None where that cannot be had. Rooms share memory: their graphs never
+        run at once."""
         flat = self.bringer.send(fitted)
         torch.cuda.synchronize(self.prefill.state.device)
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
         graph = torch.cuda.CUDAGraph()
-        # Other threads read and pin pages meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_RV = self.prefill.compute(self.bringer.derive(fitted, flat))
-        captured = self._graphs[key] = _Captured(graph, flat, logits_RV, self.prefill.finite_N)
-        return captured
+        try:
+            # Other threads read and pin pages meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits_RV = self.prefill.compute(self.bringer.derive(fitted, flat))
+        except RuntimeError as error:
+            LOG.warning("card: passes of %s are launched, not captured: %s", key[0], error)
+            self._refused.add(key)
+            return None
+        return _Captured(graph, flat, logits_RV, self.prefill.finite_N)
