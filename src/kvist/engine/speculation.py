@@ -28,15 +28,20 @@ RARELY = 1 / 100
 """Share of steps that may belong to trials, however little they cost."""
 SKIPS = 1
 """Trials in a row that are left out because measured times and acceptance promise nothing."""
-TRIAL, HOPEFUL = 12, 0.95
+TRIAL, HOPEFUL = 96, 0.95
 """Cycles of a trial, and the predicted gain from which one is worth it."""
-HOPELESS = ((TRIAL // 2, 0.85), (TRIAL // 4, 0.65))
-"""Cycles that are enough where the gain is less. Tokens scatter: of three cycles of a drafter that gains a third, one in eight is
-below 0.85."""
+FEWEST, SCATTER = 3, 0.8
+"""Tokens of a request and cycle scatter by about half of their mean: after n judged requests a trial may be `SCATTER` / sqrt(n)
+short of what pays before it ends early, from `FEWEST` cycles on. A drafter that is never right is seen in three cycles; one that
+gains an eighth mostly passes, as it would not if its first dozen cycles decided."""
+DEAREST = 10.0
+"""Plain steps that a trial may lose before it must be faster than plain decode."""
+TURNED = 12
+"""Cycles that an end behind a whole trial counts for: texts changed, nothing was tried in vain."""
 PLAIN_EVERY = 128
 """Cycles between two plain steps, which keep t(r) measured."""
 BLEND = 0.2
-SLOW_BLEND = 1 / 24
+SLOW_BLEND = 1 / 96
 MARGIN = 1.02
 """Cycles must be this much faster than plain decode: measured times scatter."""
 
@@ -154,19 +159,20 @@ class _Record:
     skipped: int = 0
     since_plain: int = 0
 
-    def cycle(self, gain: float, lost: float) -> None:
-        """A cycle was this much faster than plain decode and took `lost` plain steps' time more (less if negative) for the
-        same tokens; decide when the trial, or enough cycles, are over."""
+    def cycle(self, gain: float, lost: float, requests: int) -> None:
+        """A cycle of so many requests was this much faster than plain decode and took `lost` plain steps' time more (less if
+        negative) for the same tokens; decide whether that is enough."""
         self.cycles += 1
         self.debt = max(0.0, self.debt + lost)
         # The first cycle also pays for filling the windows.
         counted = self.cycles - 1
         if counted:
             self.gain += max(SLOW_BLEND, 1 / counted) * (gain - self.gain)
-        least = next((gain for cycles, gain in ((TRIAL, MARGIN), *HOPELESS) if counted >= cycles), 0.0)
-        if self.gain < least:
+        lucky = SCATTER / (counted * requests) ** 0.5 if FEWEST <= counted < TRIAL and self.debt < DEAREST else 0.0
+        if counted >= FEWEST and self.gain < MARGIN - lucky:
             self.on, self.skipped = False, 0
-            self.debt = self.last = max(self.debt, min(self.cycles, TRIAL) / RARELY * RISK)
+            tried = self.cycles if counted < TRIAL else TURNED
+            self.debt = self.last = max(self.debt, tried / RARELY * RISK)
 
     def wait(self) -> bool:
         """One more plain step; whether it has paid what trials have cost."""
@@ -279,7 +285,7 @@ class AdaptivePolicy:
             # Of a moment in which the machine does something else, no more is charged than the tables would allow.
             usual = (self.steps.at(rows) or seconds) + (self.drafting.at(requests) or self._drafted[1])
             spent = min(seconds + self._drafted[1], 3 * usual)
-            self._record(requests).cycle((tokens / requests) * plain / spent, spent / plain - tokens / requests)
+            self._record(requests).cycle((tokens / requests) * plain / spent, spent / plain - tokens / requests, requests)
         self._drafted = None
 
     def saw_drafting(self, requests: int, seconds: float) -> None:
