@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Describe this machine, its packages and the checkout; a tree with local changes is marked `-dirty`."""
+        """Describe this machine, its packages and the checkout; a tree with local changes is marked `-dirty`. A copy of a tree
+        that lacks its history is told its commit by the variable `KVIST_COMMIT`; raises ValueError if that is none."""
         import torch
 
         versions = {"python": platform.python_version(), "torch": torch.__version__, "kvist": VERSION}
@@ -147,6 +149,12 @@ def _commit() -> str:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else ""
 
+    if told := os.environ.get("KVIST_COMMIT"):
+        if re.fullmatch(r"[0-9a-f]{12}(-dirty)?", told) is None:
+            raise ValueError(
+                f"KVIST_COMMIT is {told!r}; it names the commit of a copied tree by 12 hexadecimal digits, -dirty if changed"
+            )
+        return told
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"

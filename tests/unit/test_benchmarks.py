@@ -168,3 +168,11 @@ def test_rows_that_no_file_takes_are_printed_all_the_same(monkeypatch, capsys) -
     said = capsys.readouterr()
     assert json.loads(said.out.strip().splitlines()[-1])["rows"][0]["correct"] is True
     assert "Read-only file system" in said.err
+
+
+def test_a_copied_tree_is_told_its_commit(monkeypatch) -> None:
+    monkeypatch.setenv("KVIST_COMMIT", "0123456789ab")
+    assert rows.Machine.here().commit == "0123456789ab"
+    monkeypatch.setenv("KVIST_COMMIT", "HEAD")
+    with pytest.raises(ValueError, match="KVIST_COMMIT is 'HEAD'"):
+        rows.Machine.here()
