@@ -149,8 +149,10 @@ def test_attention_equals_its_definition(
         assert relative(got[one], rotate_ref(want, place, back=True) if rotated else want) < 6e-3
 
 
-def test_neighbours_share_their_windows() -> None:
-    """More queries than blocks: a window that slides by a few rows, another request's, and one with fewer rows."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_neighbours_share_their_windows(alone: bool) -> None:
+    """More queries than blocks: a window that slides by a few rows, another request's, and one with fewer rows; `alone`: in a layer
+    that has nothing else, so that nothing stands between two windows."""
     torch.manual_seed(3)
     queries, window = 7, 128
     memory = Memory(240, 8, 150, 300)
@@ -160,11 +162,12 @@ def test_neighbours_share_their_windows() -> None:
     span[2, 0] = stop[2] - 5
     topk = torch.stack([torch.randperm(240)[:200].sort().values for _ in range(queries)])
     q, sink = torch.randn(queries, 8, 512).bfloat16(), torch.randn(8)
-    there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE), memory.pages)
-    got = attend_kernels.attend_hopper(*there, topk.to(DEVICE), sink.to(DEVICE), window=window, cut=(1, 1)).cpu()
+    there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span.to(DEVICE), slots.to(DEVICE))
+    chosen = (None, None) if alone else (memory.pages, topk.to(DEVICE))
+    got = attend_kernels.attend_hopper(*there, *chosen, sink.to(DEVICE), window=window, cut=(1, 1)).cpu()
     for i in range(queries):
         one, s = slice(i, i + 1), int(slots[i])
-        arguments = (q[one], memory.entries[s], span[one], memory.rows[s], topk[one], sink)
+        arguments = (q[one], memory.entries[s], span[one], *((None, None) if alone else (memory.rows[s], topk[one])), sink)
         assert relative(got[one], sparse_attention(*arguments, window=window, impl="wide")) < 6e-3
 
 

@@ -427,7 +427,8 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
   Item opening = item_of<PARTS>(c, number);
   int slot = c.slots[opening.n], slot_before = -1;
   // Every other query has its window last: its two tiles stay in the buffers for the next one, which has them first.
-  bool kept = c.splits == 1 && p.window_tiles == 2 && opening.tiles % 2 == 0;
+  // Layers that have a window alone have nothing to put before it.
+  bool kept = c.splits == 1 && p.window_tiles == 2 && opening.tiles > 2 && opening.tiles % 2 == 0;
   p.ask_ids(opening, item);
   p.copies_wait();
   p.ask_pages(opening, item, slot);
