@@ -151,7 +151,7 @@ def test_attention_equals_its_definition(
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_neighbours_share_their_windows(alone: bool) -> None:
-    """More queries than blocks: a window that slides by a few rows, another request's, and one with fewer rows; `alone`: in a layer
+    """More queries than blocks: a window that slides by a few rows, another request's, one with fewer rows; `alone`: in a layer
     that has nothing else, so that nothing stands between two windows."""
     torch.manual_seed(3)
     queries, window = 7, 128
