@@ -11,6 +11,7 @@ from kvist.cache.store import PageStore
 from kvist.cache.store_errors import OtherModel
 from kvist.cache.tiers import Tiers
 from kvist.engine.budget import EngineConfig
+from kvist.engine.card.page_mover import PageMover
 from kvist.engine.engine import Engine, store_model
 from kvist.engine.gauges import gauges
 from kvist.engine.page_bytes import CardPages
@@ -154,3 +155,26 @@ def test_a_store_needs_a_named_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the page store is for model"):
         Engine(model, config, tiers=watched.engine.pages.tiers, fingerprint=bytes(32))
     stop(watched)
+
+
+def test_an_engine_goes_on_where_no_more_memory_can_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that find no place are not kept below the device; every reply is what it was."""
+    monkeypatch.setattr("kvist.engine.engine.page_bytes", CardPages.of)
+    prompts = [prompt_of(30, seed) for seed in range(3)]
+    plenty = start(tmp_path / "plenty", host_bytes=1 << 20)
+    want = [ask(plenty, prompt).tokens for prompt in prompts]
+    stop(plenty)
+
+    def full(mover: PageMover, nbytes: int) -> memoryview:
+        raise MemoryError(f"no {nbytes} bytes to pin")
+
+    monkeypatch.setattr(PageMover, "_piece", full)
+    short = start(tmp_path / "short", host_bytes=1 << 20)
+    assert [ask(short, prompt).tokens for prompt in prompts] == want
+    assert short.engine.pages.tiers is not None
+    assert short.engine.pages.tiers.counters.offered == 0
+    stop(short)
+    # Nor can what lies on a disk come back: it is computed again.
+    again = start(tmp_path / "plenty", host_bytes=1 << 20)
+    assert [ask(again, prompt).tokens for prompt in prompts] == want
+    stop(again)

@@ -113,6 +113,39 @@ def test_up_to_the_first_that_is_missing(part_pages: int) -> None:
     assert torch.equal(there[pages].cpu(), host)
 
 
+def test_where_no_more_memory_can_be_pinned_the_rest_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore ends at the first page without a place, a save says so, tiers keep what comes outside of lent memory."""
+    monkeypatch.setattr(page_memory, "PIECE_BYTES", 4 * SIZE)
+    there, host, pages = pool(), host_pages(), places()
+    mover = PageMover(there, part_bytes=3 * SIZE)
+    held = mover.memory.take(4)
+    empty = torch.empty
+
+    def full(*shape: int, **kinds: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(page_mover.torch, "empty", full)
+    with pytest.raises(MemoryError, match="to pin for pages"):
+        mover.save(pages)
+    assert mover.restore(payloads(host), pages) == 0
+    del held[2:]
+    assert mover.restore(payloads(host)[:2], pages[:2]) == 2
+    monkeypatch.setattr(page_mover.torch, "empty", empty)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(there[pages[:2]].cpu(), host[:2])
+    with closing(Tiers(host_bytes=1 << 20, store=None)) as tiers:
+        tiers.lend(mover.memory)
+        mover.memory.take(mover.memory.free)  # let go at once
+        held = [*held, *mover.memory.take(mover.memory.free)]
+        monkeypatch.setattr(page_mover.torch, "empty", full)
+        tiers.offer(Page(keys()[0], payloads(host)[0], 8, 0, None))
+        assert tiers.get(keys()[0]) == payloads(host)[0]
+    monkeypatch.setattr(page_mover.torch, "empty", empty)
+    assert mover.restore(payloads(host), pages) == COUNT
+    assert torch.equal(there[pages].cpu(), host)
+
+
 @pytest.mark.parametrize("host_bytes", [0, 5 * SIZE, 1 << 20])
 def test_through_the_tiers_and_back_from_a_disk(tmp_path: Path, host_bytes: int) -> None:
     there, host, pages = pool(), host_pages(), places()

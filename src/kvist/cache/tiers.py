@@ -176,7 +176,7 @@ class Tiers:
         """
         if self.store is not None:
             self.store.require_fit(page)
-        page = page._replace(payload=bytes(page.payload) if self._memory is None else self._memory.own(page.payload))
+        page = page._replace(payload=bytes(page.payload) if self._memory is None else self._own(self._memory, page.payload))
         self.host.put(page.key, page.payload)
         with self._changed:
             self.counters.offered += 1
@@ -339,11 +339,20 @@ class Tiers:
                     return None, True
                 self._staged.pop(key, None)
                 return coming.payload, coming.slow
-        payload = self.store.get(key)
-        if payload is not None:
-            payload = payload if self._memory is None else self._memory.own(payload)
-            self.host.put(key, payload)
+        read = self.store.get(key)
+        if read is None:
+            return None, False
+        payload = read if self._memory is None else self._own(self._memory, read)
+        self.host.put(key, payload)
         return payload, False
+
+    def _own(self, memory: PageMemory, payload: Buffer) -> memoryview:
+        """A page's bytes that nobody else writes to, in lent memory while there is any."""
+        try:
+            return memory.own(payload)
+        except MemoryError as error:
+            log.warning("a page is kept outside of lent memory: %s", error)
+            return memoryview(bytes(payload))
 
     def _start_reading(self, keys: list[bytes]) -> None:
         assert self._readers is not None

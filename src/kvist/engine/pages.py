@@ -6,6 +6,7 @@ come in through `Tiers`. Design section 4.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
@@ -23,6 +24,8 @@ from kvist.config import LayerPlan
 from kvist.engine.replay import Replay
 from kvist.engine.request import Job
 from kvist.engine.scheduler import Hit
+
+LOG = logging.getLogger(__name__)
 
 FEW_TOKENS = 16
 """Up to so many tokens are appended one by one, which costs a decode step less than arrays of them."""
@@ -286,7 +289,12 @@ class Pages:
         if self.tiers is None or self.content is None:
             return
         assert job.chain is not None
-        payloads = self.content.read([job.pages[number] for number in numbers])
+        try:
+            payloads = self.content.read([job.pages[number] for number in numbers])
+        except MemoryError as error:
+            # Tiers only save work: these pages stay where they are, and are computed again once they have gone.
+            LOG.warning("%d pages are not offered to the tiers: %s", len(numbers), error)
+            return
         for number, payload in zip(numbers, payloads, strict=True):
             digest, parent = job.chain.identity(number)
             self.tiers.offer(Page(page_key(digest, provenance), payload, self.page_tokens, provenance, parent))

@@ -6,6 +6,7 @@ scatters its pages over the pool, the other's copy is under way. Must not know k
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from kvist.cache.page_memory import PageMemory
 from kvist.cache.record import Buffer
+
+LOG = logging.getLogger(__name__)
 
 PART_BYTES = 32 << 20
 """Bytes of a part: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
@@ -92,7 +95,8 @@ class PageMover:
         return first
 
     def save(self, pages: Sequence[int]) -> list[memoryview]:
-        """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there."""
+        """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there. Raises
+        MemoryError where no memory for places is left."""
         self._let_go()
         held, ids, size = list[memoryview](), self._numbers(pages), self._first
         try:
@@ -115,20 +119,28 @@ class PageMover:
         return held
 
     def _piece(self, nbytes: int) -> memoryview:
-        """Pinned memory, where there is a card."""
-        piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        """Pinned memory, where there is a card. Raises MemoryError if the host has none left to pin."""
+        try:
+            piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            have = sum(piece.nbytes for piece in self._pieces)
+            raise MemoryError(f"no {nbytes:,} bytes of host memory to pin for pages, beside {have:,}: {error}") from error
         self._pieces.append(piece)
         return piece.numpy().data
 
     def _owned(self, payloads: Iterator[Buffer | None]) -> tuple[list[memoryview], list[int]]:
-        """Pages up to the first that is missing, copied into `memory` where they lie elsewhere, and their places."""
+        """Pages up to the first that is missing or finds no place, copied into `memory` where they lie elsewhere, and places."""
         held, places, place_of = list[memoryview](), list[int](), self.memory.place_of
         for payload in payloads:
             if payload is None:
                 break
             place = place_of(payload)
             if place is None:
-                payload = self.memory.own(payload)
+                try:
+                    payload = self.memory.own(payload)
+                except MemoryError as error:
+                    LOG.warning("pages that do not come back count as missing: %s", error)
+                    break
                 place = place_of(payload)
             assert place is not None
             assert isinstance(payload, memoryview)
