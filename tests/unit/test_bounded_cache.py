@@ -184,6 +184,37 @@ def test_a_failed_look_ahead_is_nobodys_error(source):
     assert cache.counters().held_bytes == 20
 
 
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_load_that_began_before_the_caller_came_is_tried_again(source, mended):
+    """What another caller's failed portion still reads must not fail the next one, if what was wrong has been put right."""
+    gate, load = source.gate(1), source.load
+
+    def then_mended(key: int) -> tuple[str, int]:
+        try:
+            return load(key)
+        finally:
+            if mended:
+                source.bad.discard(key)
+
+    source.bad, source.load = {1}, then_mended
+    cache = cache_of(source, 30)
+    cache.ahead([1])
+    settle(cache, lambda counters: counters.ahead_loads == 1)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(use, cache, 2, 1)
+        settle(cache, lambda counters: counters.late == 1)
+        gate.set()
+        if mended:
+            later.result(20)
+        else:
+            with pytest.raises(OSError, match="no 1"):
+                later.result(20)
+    assert source.loaded.count(1) == 2
+    assert source.loaded.count(2) == 1
+    settle(cache, lambda counters: counters.held_bytes == (20 if mended else 10))
+    use(cache, 2)
+
+
 def test_stall_is_the_time_that_a_caller_waits(source):
     cache = cache_of(source, 30)
     gate = source.gate(1)

@@ -51,6 +51,10 @@ class _Entry(Generic[V]):
     def there(self) -> bool:
         return self.future.done() and not self.future.cancelled() and self.future.exception() is None
 
+    @property
+    def failed(self) -> bool:
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+
 
 class BoundedCache(Generic[K, V]):
     """Values by key, loaded by `load(key)`, each taking `nbytes(key)` of `budget_bytes`. Safe to use from several threads.
@@ -91,24 +95,33 @@ class BoundedCache(Generic[K, V]):
     ) -> Iterator[list[V]]:
         """The values of distinct keys, which stay while the context is open; `then` are loaded ahead meanwhile.
 
-        The keys together must fit the budget. Waits for loads, and for room that other callers hold. Raises what `load` raised,
-        or takes `instead(key, error)`, which is not kept, for a value that could not be loaded.
+        The keys together must fit the budget. Waits for loads, and for room that other callers hold; a load that another began
+        and that fails is tried again once. Raises what `load` raised, or takes `instead(key, error)`, which is not kept, for a
+        value that could not be loaded.
         """
         began = time.perf_counter()
-        entries, waits = self._claim(keys)
+        entries, waits, others = self._claim(keys)
         try:
             if then:
                 self.ahead(then)
+            if any(entry.future.exception() is not None for entry in others):
+                # These loads began before this caller came: what was wrong then need not be so now.
+                self._let_go(entries)
+                entries = []
+                entries, _, _ = self._claim(keys)
             values = [_value(key, entry, instead) for key, entry in zip(keys, entries, strict=True)]
             if waits:
                 with self._changed:
                     self._counters.stall_s += time.perf_counter() - began
             yield values
         finally:
-            with self._changed:
-                for entry in entries:
-                    entry.pins -= 1
-                self._changed.notify_all()
+            self._let_go(entries)
+
+    def _let_go(self, entries: Sequence[_Entry[V]]) -> None:
+        with self._changed:
+            for entry in entries:
+                entry.pins -= 1
+            self._changed.notify_all()
 
     def ahead(self, keys: Sequence[K]) -> None:
         """Load what is likely wanted soon, as far as room can be had from values that nobody holds. Never waits."""
@@ -124,10 +137,15 @@ class BoundedCache(Generic[K, V]):
                 self._counters.ahead_loads += 1
                 self._start(key, self._ahead, ahead=True)
 
-    def _claim(self, keys: Sequence[K]) -> tuple[list[_Entry[V]], bool]:
-        """Entries of all keys, pinned; True if any is not there yet. All or none, so that waiting callers hold nothing."""
+    def _claim(self, keys: Sequence[K]) -> tuple[list[_Entry[V]], bool, list[_Entry[V]]]:
+        """Entries of all keys, pinned; True if any is not there yet; those whose loads others began and have not ended. All or
+        none, so that waiting callers hold nothing."""
         with self._changed:
             while True:
+                for key in keys:
+                    # A load that has just failed, which `_loaded` is about to hear of.
+                    if (entry := self._entries.get(key)) is not None and entry.failed:
+                        self._drop(key, entry)
                 held = [self._entries[key] for key in keys if key in self._entries]
                 missing = [key for key in keys if key not in self._entries]
                 need = sum(self.nbytes(key) for key in missing)
@@ -140,7 +158,7 @@ class BoundedCache(Generic[K, V]):
                     entry.pins -= 1
                 self._changed.wait()
             count = self._counters
-            claimed = []
+            claimed, others = list[_Entry[V]](), list[_Entry[V]]()
             for key in keys:
                 found = self._entries.get(key)
                 if found is None:
@@ -153,11 +171,12 @@ class BoundedCache(Generic[K, V]):
                 else:
                     count.late += 1
                     self._hurry(key, found)
+                    others.append(found)
                 found.used = True
                 if key in self._entries:  # unless its load has failed already
                     self._entries.move_to_end(key)
                 claimed.append(found)
-            return claimed, not all(entry.future.done() for entry in claimed)
+            return claimed, not all(entry.future.done() for entry in claimed), others
 
     def _start(self, key: K, workers: ThreadPoolExecutor, *, ahead: bool) -> _Entry[V]:
         entry: _Entry[V] = _Entry(self.nbytes(key), ahead, patient=ahead)

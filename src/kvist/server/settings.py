@@ -83,7 +83,7 @@ class ServerSettings(BaseSettings):
     device: str = Field("auto", description="where the model runs: cpu, cuda, cuda:1; auto: a card for impl gpu, else the CPU")
     deterministic: bool = Field(False, description="bits independent of batch and chunk")
     expert_budget: str | None = Field(None, description="leave experts and tables in the files; hold at most so much")
-    host_cache: str = Field("0", description="host memory for pages that left the device's; 0: none")
+    host_cache: str = Field("0", description="host memory for pages that left the device's; 0: none (pinned beside a card)")
     pins: list[str] = Field(default_factory=list, description="prefixes that stay in memory: texts, or @FILE")
     pin_share: float = Field(0.25, ge=0, lt=1, description="share of the cache's pages that pins may hold")
     cache_dir: Path | None = Field(None, description="pages on disk; none: the user's cache directory")
