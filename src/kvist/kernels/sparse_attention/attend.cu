@@ -202,10 +202,6 @@ __device__ __forceinline__ uint4 expand_fp8(u32 low, u32 high, u32 factor) {
   return make_uint4(expand_fp8_pair(__byte_perm(low, high, 0x4000), factor), expand_fp8_pair(__byte_perm(low, high, 0x5010), factor),
                     expand_fp8_pair(__byte_perm(low, high, 0x6020), factor), expand_fp8_pair(__byte_perm(low, high, 0x7030), factor));
 }
-__device__ __forceinline__ u32 fp8_factor(u32 e8m0) {
-  u32 bits = (e8m0 << 7) | ((e8m0 == 0 || e8m0 == 255) ? 0x40u : 0u);
-  return bits | (bits << 16);
-}
 
 struct Call {
   const u8 *q, *window, *window_scales, *pages;

@@ -70,10 +70,6 @@ __device__ __forceinline__ u32 factor_pair(u32 scales) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
-__device__ __forceinline__ u32 fp8_factor(u32 e8m0) {
-  u32 bits = (e8m0 << 7) | ((e8m0 == 0 || e8m0 == 255) ? 0x40u : 0u);
-  return bits | bits << 16;
-}
 // Eight E4M3 codes: pairs (i, i + 4).
 __device__ __forceinline__ uint4 expand_fp8(u32 low, u32 high, u32 f) {
   return make_uint4(expand_fp8_pair(__byte_perm(low, high, 0x4000), f), expand_fp8_pair(__byte_perm(low, high, 0x5010), f),

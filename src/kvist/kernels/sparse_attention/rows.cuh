@@ -28,6 +28,11 @@ __device__ __forceinline__ u32 expand_fp8_pair(u32 codes, u32 factors) {
   u32 v = (codes & 0x80008000u) | ((codes >> 4) & 0x07F007F0u);
   return times(times(v, 0x77007700u), factors);  // the bits read as code * 2^-120; 2^111 leaves 2^-9
 }
+// The bfloat16 factor of a row's E8M0 scale, twice; 0 is a subnormal number, 255 stays NaN.
+__device__ __forceinline__ u32 fp8_factor(u32 e8m0) {
+  u32 bits = (e8m0 << 7) | ((e8m0 == 0 || e8m0 == 255) ? 0x40u : 0u);
+  return bits | (bits << 16);
+}
 
 // Rotate a pair of bfloat16 channels, rounding as the definition does.
 __device__ __forceinline__ u32 turned_pair(u32 x, float c, float s) {
