@@ -3,9 +3,11 @@
 //
 // A block owns one query, up to 64 of its heads, a share of its tiles of 64 keys and a part of the output channels. Eight warps expand
 // packed rows to bfloat16 tiles in shared memory, eight keys each; two warpgroups multiply: the first scores and weighs every tile and sums
-// values of fewer channels, the second only sums those of the others. So nothing but a free buffer stands between tiles. Shares of a query
-// are a cluster of blocks, which send each other their sums. Every eight channels lie in the order 0 4 1 5 2 6 3 7, in which the nibbles of
-// a word come apart. Values are kept times 2^-9, so that a code and its scale need one product. Knows no requests and no layers.
+// values of fewer channels, the second only sums those of the others. So nothing but a free buffer stands between tiles. A block that
+// serves several queries takes neighbours and has their windows last and first in turns: two tiles stay for the next query, of which only
+// changed rows are expanded. Shares of a query are a cluster of blocks, which send each other their sums. Every eight channels lie in the
+// order 0 4 1 5 2 6 3 7, in which the nibbles of a word come apart. Values are kept times 2^-9, so that a code and its scale need one
+// product. Knows no requests and no layers.
 
 static const int MOST_TILES = 10;       // a share
 static const int PRODUCERS = 256;       // threads that expand rows
@@ -203,6 +205,12 @@ __device__ __forceinline__ uint4 expand_fp8(u32 low, u32 high, u32 factor) {
                     expand_fp8_pair(__byte_perm(low, high, 0x6020), factor), expand_fp8_pair(__byte_perm(low, high, 0x7030), factor));
 }
 
+// The same number, computed again wherever it is used: what follows from it costs less than the registers to keep it.
+__device__ __forceinline__ int fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 struct Call {
   const u8 *q, *window, *window_scales, *pages;
   u8* out;
@@ -233,11 +241,10 @@ template <int PARTS> __device__ __forceinline__ Item item_of(const Call& c, int 
   return x;
 }
 
-// The same number, computed again wherever it is used: what follows from a lane costs less than the registers to keep it.
-__device__ __forceinline__ int fresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
+
+// A block's items are neighbours, so that successive queries share most of their windows.
+__device__ __forceinline__ int first_item(int items) { return (int)((i64)items * blockIdx.x / gridDim.x); }
+__device__ __forceinline__ int last_item(int items) { return (int)((i64)items * (blockIdx.x + 1) / gridDim.x); }
 
 // Addresses of the barriers: tiles full (buffer) and free (buffer, half), probabilities ready (buffer), queries full and free.
 struct Barriers {
@@ -252,28 +259,32 @@ struct Barriers {
 };
 
 // Queries of an item into shared memory, rotated where a table is given, by 256 threads. A thread has one unit of 8 channels of every
-// fourth head, eight of them under way; LATER: after the first are, waits for the place to be free.
+// fourth head, several of them under way; LATER: after the first are, waits for the place to be free.
 template <bool LATER> __device__ __forceinline__ void load_queries(const Call& c, const Item& x, u8* shared, int thread, u32 is_free, int parity) {
-  const int AHEAD = 8;
-  int unit = thread & 63, first = thread >> 6;
-  u8* to = shared + Q_AT + (unit >> 3) * CHUNK;
-  const u8* from = c.q + ((i64)x.n * c.heads + x.head) * CHANNELS * 2 + unit * 16;
-  Turn turn(c, x.n, unit, 1.f);
+  const int AHEAD = LATER ? 4 : 8;
+  int unit = thread & 63, first = thread >> 6, left = c.heads - x.head - first;
+  const u8* from = c.q + ((i64)x.n * c.heads + x.head + first) * CHANNELS * 2 + unit * 16;
+  int to = Q_AT + (unit >> 3) * CHUNK + first * 128 + (((unit & 7) ^ first) << 4);
 #pragma unroll 1
-  for (int i = 0; i < 16; i += AHEAD) {
+  for (int i = 0; i < 16; i += AHEAD, from += AHEAD * 4 * CHANNELS * 2, to += AHEAD * 512) {
     uint4 v[AHEAD];
 #pragma unroll
     for (int j = 0; j < AHEAD; j++) {
-      int row = first + 4 * (i + j);
       v[j] = make_uint4(0, 0, 0, 0);
-      if (x.head + row < c.heads) v[j] = __ldg((const uint4*)(from + row * CHANNELS * 2));
+      if (4 * (i + j) < left) v[j] = __ldg((const uint4*)(from + j * 4 * CHANNELS * 2));
     }
     if (LATER && i == 0) wait(is_free, parity);
 #pragma unroll
-    for (int j = 0; j < AHEAD; j++) {
-      int row = first + 4 * (i + j);
-      *(uint4*)(to + row * 128 + (((unit & 7) ^ (row & 7)) << 4)) = tile_order(turn.of(v[j]));
-    }
+    for (int j = 0; j < AHEAD; j++) *(uint4*)(shared + ((to ^ ((j & 1) << 6)) + j * 512)) = tile_order(v[j]);
+  }
+  // Few units are rotated: they are read again, so that the code for it stands here once.
+  if (unit * 8 + 8 <= CHANNELS - 2 * c.turned) return;
+  Turn turn(c, x.n, unit, 1.f);
+#pragma unroll 1
+  for (int i = 15; i >= 0; i--) {
+    to -= 512;
+    uint4* at = (uint4*)(shared + (to ^ ((i & 1) << 6)));
+    *at = tile_order(turn.of(own_order(*at)));
   }
 }
 
@@ -294,23 +305,24 @@ struct Producer {
   // the ids, then, once they are there, their pages. A thread reads what it copied itself.
   __device__ void ask_ids(const Item& x, int item) {
     uint2* to = rows(item);
-    int start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
-#pragma unroll
-    for (int j = 0; j < (MOST_TILES * TILE + PRODUCERS - 1) / PRODUCERS; j++) {
-      int i = j * PRODUCERS + warp * 32 + lane;
-      if (i >= x.tiles * TILE) break;
-      int key = x.first * TILE + i, chosen = key - window_tiles * TILE;
+    int thread = fresh(warp * 32 + lane), start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
+#pragma unroll 1
+    for (int i = thread; i < x.tiles * TILE; i += PRODUCERS) {
+      int key = x.first * TILE + i, places = window_tiles * TILE, chosen = key - places;
       if (chosen >= 0 && chosen < c.selected) copy_word(&to[i].y, c.topk + (i64)x.n * c.selected + chosen);
-      else to[i].y = chosen < 0 && start + key < stop ? (u32)(start + key) % (u32)c.ring : ~0u;
+      else {
+        // A row of the window keeps its place in the tiles from query to query.
+        int row = start + ((key - start) % places + places) % places;
+        to[i].y = chosen < 0 && row < stop ? (u32)row % (u32)c.ring : ~0u;
+      }
     }
   }
   __device__ void ask_pages(const Item& x, int item, int slot) {
     uint2* to = rows(item);
     const int* table = c.table + (i64)slot * c.table_width;
-#pragma unroll
-    for (int j = 0; j < (MOST_TILES * TILE + PRODUCERS - 1) / PRODUCERS; j++) {
-      int i = j * PRODUCERS + warp * 32 + lane;
-      if (i >= x.tiles * TILE) break;
+    int thread = fresh(warp * 32 + lane);
+#pragma unroll 1
+    for (int i = thread; i < x.tiles * TILE; i += PRODUCERS) {
       u32 row = to[i].y;
       if (x.first * TILE + i < window_tiles * TILE) continue;
       if ((int)row < 0) {
@@ -361,6 +373,14 @@ struct Producer {
       }
     }
   }
+  // Which of this warp's parts of the window's tiles (2 tile + part) differ from those of the item before.
+  __device__ __forceinline__ u32 changed_parts(int item) {
+    int row = ((lane >> 3) & 1) * TILE + 8 * warp + (lane & 7);
+    u32 rows_changed = __ballot_sync(~0u, rows(item)[row].y != rows(item - 1)[row].y), parts = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) parts |= (rows_changed >> (4 * i) & 15) != 0 ? 1u << i : 0;
+    return parts;
+  }
   // Rows of 512 bytes: a quarter of a chunk in two of the four rows of a part, two apart, for chunks four apart.
   __device__ __forceinline__ void load_fp8(Unit& u, const uint2* from, int part, int slot) {
     int lane = fresh(this->lane), q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
@@ -399,20 +419,28 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
   Producer p{c, shared, warp, lane, (c.window_length + TILE - 1) / TILE};
   u32* valid = (u32*)(shared + VALID_AT);
   u32 filled = 0;  // bit b: parity of buffer b's uses
-  int item = 0, number = blockIdx.x;
+  int item = 0, number = first_item(items), stop = last_item(items);
   Item opening = item_of<PARTS>(c, number);
-  int slot = c.slots[opening.n];
+  int slot = c.slots[opening.n], slot_before = -1;
+  // Every other query has its window last: its two tiles stay in the buffers for the next one, which has them first.
+  // Layers that have a window alone have nothing to put before it.
+  bool kept = c.splits == 1 && p.window_tiles == 2 && opening.tiles > 2 && opening.tiles % 2 == 0;
   p.ask_ids(opening, item);
   p.copies_wait();
   p.ask_pages(opening, item, slot);
   p.copies_wait();
   group_barrier(2, PRODUCERS);
-  for (; number < items; number += gridDim.x, item++) {
+  for (; number < stop; number++, item++) {
     Item x = item_of<PARTS>(c, number);
-    int windows = min(max(p.window_tiles - x.first, 0), x.tiles);
-    bool more = number + gridDim.x < items;
-    int next_number = more ? number + gridDim.x : number, next_slot = c.slots[item_of<PARTS>(c, next_number).n];
-    const uint2* rows = p.rows(item);
+    int windows = min(max(p.window_tiles - x.first, 0), x.tiles), tile = kept && (item & 1) ? windows : 0;
+    bool more = number + 1 < stop;
+    int next_number = more ? number + 1 : number, next_slot = c.slots[item_of<PARTS>(c, fresh(next_number)).n];
+    u32 parts = ~0u;  // of the window's tiles that are expanded
+    if (kept && item > 0 && !(item & 1)) {
+      if (slot == slot_before) parts = p.changed_parts(item);
+      group_barrier(2, PRODUCERS);  // before the rows of the item before are written over
+    }
+    const uint2* rows = p.rows(item) + tile * TILE;
     if (item > 0) {
       load_queries<true>(c, x, shared, threadIdx.x - 256, bars.queries_free(), (item - 1) & 1);
       barriers_ready();
@@ -420,18 +448,21 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
       if (lane == 0) arrive(bars.queries());
     }
     Unit unit;
-    if (windows) p.load_fp8(unit, rows, 0, slot);
-    else p.load_fp4(unit, rows);
-    if (more) p.ask_ids(item_of<PARTS>(c, next_number), item + 1);
-    for (int tile = 0; tile < x.tiles; tile++, rows += TILE) {
-      int b = tile & 1;
+    if (tile >= windows) p.load_fp4(unit, rows);
+    else if (parts & 3) p.load_fp8(unit, rows, parts & 1 ? 0 : 1, slot);
+    if (more) p.ask_ids(item_of<PARTS>(c, fresh(next_number)), item + 1);
+    for (int i = 0; i < x.tiles; i++) {
+      int b = i & 1;
       u8* to = shared + K_AT + b * 8 * CHUNK;
       wait(bars.free_(b, half), ((filled >> b) & 1) ^ 1);
       filled ^= 1u << b;
       if (tile < windows) {
-        p.store_fp8(unit, to, 0);
-        p.load_fp8(unit, rows, 1, slot);
-        p.store_fp8(unit, to, 1);
+        u32 these = parts >> (2 * tile);
+        if (these & 1) {
+          p.store_fp8(unit, to, 0);
+          if (these & 2) p.load_fp8(unit, rows, 1, slot);
+        }
+        if (these & 2) p.store_fp8(unit, to, 1);
       } else {
         p.store_fp4(unit, to);
       }
@@ -443,16 +474,26 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
       barriers_ready();
       __syncwarp();
       if (lane == 0) arrive(bars.full(b));
-      if (tile + 1 < windows) p.load_fp8(unit, rows + TILE, 0, slot);
-      else if (tile + 1 < x.tiles) p.load_fp4(unit, rows + TILE);
-      if (tile == 0 && more) {
+      tile = tile + 1 == x.tiles ? 0 : tile + 1;
+      rows = p.rows(item) + tile * TILE;
+      if (i + 1 < x.tiles) {
+        u32 these = parts >> (2 * tile);
+        if (tile >= windows) p.load_fp4(unit, rows);
+        else if (these & 3) p.load_fp8(unit, rows, these & 1 ? 0 : 1, slot);
+      }
+      if (i == 0 && more) {
         p.copies_wait();
-        p.ask_pages(item_of<PARTS>(c, next_number), item + 1, next_slot);
+        Item y = item_of<PARTS>(c, fresh(next_number));
+        p.ask_pages(y, item + 1, next_slot);
+        // Its queries come from memory: 128 bytes at a time.
+        int thread = fresh(warp * 32 + lane);
+        const u8* far = c.q + ((i64)y.n * c.heads + y.head) * CHANNELS * 2 + thread * 256;
+        if (y.head + thread / 4 < c.heads) asm volatile("prefetch.global.L2 [%0];\nprefetch.global.L2 [%0+128];" ::"l"(far));
       }
     }
     p.copies_wait();
     group_barrier(2, PRODUCERS);
-    slot = next_slot;
+    slot_before = slot, slot = next_slot;
   }
 }
 
@@ -747,9 +788,9 @@ template <int PARTS> struct Joining {
   }
 };
 
-template <int PARTS> __device__ __forceinline__ void first_queries(const Call& c, u8* shared, Barriers bars) {
+template <int PARTS> __device__ __forceinline__ void first_queries(const Call& c, u8* shared, Barriers bars, int items) {
   // The first queries are fetched here, where nothing else is to be done; producers fetch the later ones.
-  load_queries<false>(c, item_of<PARTS>(c, blockIdx.x), shared, threadIdx.x, 0, 0);
+  load_queries<false>(c, item_of<PARTS>(c, first_item(items)), shared, threadIdx.x, 0, 0);
   barriers_ready();
   __syncwarp();
   if ((threadIdx.x & 31) == 0) arrive(bars.queries());
@@ -762,7 +803,7 @@ template <int PARTS> __device__ __forceinline__ void score_and_sum(const Call& c
   typename Consumer<PARTS, 0>::Sums acc;
   float s[32], shrink[2], sink[2], by[2];
   u32 p[16];
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
+  for (int number = first_item(items), stop = last_item(items); number < stop; number++, item++) {
     Item x = item_of<PARTS>(c, number);
     w.peak[0] = w.peak[1] = NONE;
     w.total[0] = w.total[1] = 0.f;
@@ -806,7 +847,7 @@ template <int PARTS> __device__ __forceinline__ void sum(const Call& c, u8* shar
   int item = 0;
   typename Consumer<PARTS, 1>::Sums acc;
   float shrink[2], by[2];
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item++) {
+  for (int number = first_item(items), stop = last_item(items); number < stop; number++, item++) {
     Item x = item_of<PARTS>(c, number);
 #pragma unroll
     for (int i = 0; i < Consumer<PARTS, 1>::COUNT; i++) acc[i] = 0.f;
@@ -858,7 +899,7 @@ template <int PARTS> __device__ __forceinline__ void attend(const Call& c) {
     if (c.splits > 1) Joining<PARTS>{c, shared, bars, item_of<PARTS>(c, blockIdx.x)}.look_on();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-    first_queries<PARTS>(c, shared, bars);
+    first_queries<PARTS>(c, shared, bars, items);
     if (threadIdx.x < 128) score_and_sum<PARTS>(c, shared, bars, items);
     else sum<PARTS>(c, shared, bars, items);
     if (c.splits > 1) Joining<PARTS>{c, shared, bars, item_of<PARTS>(c, blockIdx.x)}.join();
