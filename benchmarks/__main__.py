@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME | list | table`: the command line of the measurements.
+"""`python -m benchmarks NAME | list | table | thin`: the command line of the measurements.
 
 Owns arguments and exit status (1: a result was wrong and nothing is reported; 2: a user's mistake). Knows no benchmark.
 """
@@ -13,14 +13,14 @@ from rich.console import Console
 
 from benchmarks import registry, tables
 from benchmarks.cases import Options, WrongResult
-from benchmarks.rows import Machine, append
+from benchmarks.rows import RESULTS, Machine, append, thin
 from benchmarks.runner import measure
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the last line on stdout of a benchmark is one JSON object that holds its rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, measure, keep and tabulate.")
-    parser.add_argument("name", help="a benchmark, or 'list', or 'table' (write the two pages' tables from kept rows)")
+    parser.add_argument("name", help="a benchmark, or 'list', 'table' (write two pages' tables), 'thin' (drop superseded rows)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds a variant; the median is reported")
     parser.add_argument("--quick", action="store_true", help="reduced sizes; its rows are never kept")
     parser.add_argument("--no-keep", action="store_true", help="do not append the rows to benchmarks/results")
@@ -33,6 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.name == "table":
             current = tables.update_pages(check=arguments.check)
             return 1 if arguments.check and not current else 0
+        if arguments.name == "thin":
+            for path in sorted(RESULTS.glob("*.jsonl")):
+                console.print(f"{path.name}: {thin(path)} superseded rows dropped")
+            return 0
         return _run(arguments, console)
     except WrongResult as error:
         console.print(f"[red]wrong result, nothing reported:[/red] {error}")

@@ -1,4 +1,4 @@
-"""Kept results: one JSON object a line in `benchmarks/results/<device>.jsonl`, appended and never edited.
+"""Kept results: one JSON object a line in `benchmarks/results/<device>.jsonl`, appended, never edited, thinned by one rule.
 
 Owns the row's fields and their validation, and what describes the machine and the commit. Knows nothing of timing.
 """
@@ -119,6 +119,25 @@ def load(folder: Path = RESULTS) -> Iterator[tuple[str, Row]]:
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             yield path.stem, parse(line, f"{path.name}:{number}")
+
+
+def thin(path: Path) -> int:
+    """Leave each case of a file its first, its best and its newest row: where it began, what was reached, what holds now.
+
+    The lines that stay keep their bytes and order; the others remain in the repository's history. Returns how many went.
+    Raises `BadRow` on a line that is not a row.
+    """
+    lines = path.read_text().splitlines(keepends=True)
+    cases: dict[tuple[str, str], list[tuple[int, Row]]] = {}
+    for at, line in enumerate(lines):
+        row = parse(line, f"{path.name}:{at + 1}")
+        cases.setdefault((row.bench, row.case), []).append((at, row))
+    stay: set[int] = set()
+    for kept in cases.values():
+        best = min if kept[-1][1].better == "lower" else max
+        stay |= {kept[0][0], kept[-1][0], best(kept, key=lambda pair: pair[1].value)[0]}
+    path.write_text("".join(line for at, line in enumerate(lines) if at in stay))
+    return len(lines) - len(stay)
 
 
 def parse(line: str, where: str) -> Row:
