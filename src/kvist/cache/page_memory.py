@@ -52,6 +52,10 @@ class PageMemory:
 
     def take(self, count: int) -> list[memoryview]:
         """Writable pages [page_bytes] in ascending places, neighbours as far as the free ones are."""
+        return self.pages(self.reserve(count))
+
+    def reserve(self, count: int) -> list[int]:
+        """The numbers of such places, before anybody sees them: `pages` of each must be asked for once, however that ends."""
         with self._lock:
             if self._returned:
                 while self._returned:
@@ -64,7 +68,11 @@ class PageMemory:
                 self._free[:0] = range(first + self.each - 1, first - 1, -1)
             taken = self._free[len(self._free) - count :][::-1]
             del self._free[len(self._free) - count :]
-        return [self._page(number) for number in taken]
+        return taken
+
+    def pages(self, places: Sequence[int]) -> list[memoryview]:
+        """The pages of reserved places."""
+        return [self._page(number) for number in places]
 
     def own(self, payload: Buffer) -> memoryview:
         """The page's bytes in a place of this memory: themselves if they lie in one, else a copy."""
@@ -79,6 +87,12 @@ class PageMemory:
         """The place that a page returned by `take` lies in; None for other memory."""
         holder = payload.obj if isinstance(payload, memoryview) else None
         return holder.number if isinstance(holder, self._place) else None
+
+    def places_of(self, payloads: Sequence[Buffer]) -> list[int]:
+        """The places of pages; -1 for one that lies in other memory."""
+        place = self._place
+        holders = [payload.obj if isinstance(payload, memoryview) else None for payload in payloads]
+        return [holder.number if isinstance(holder, place) else -1 for holder in holders]
 
     def records(self, first: int, count: int) -> memoryview:
         """Places `first`, `first` + 1, ... of one piece as one writable run of bytes."""

@@ -24,6 +24,8 @@ _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
 _READERS: Final = 2
 _READ_PAGES: Final = 64
+_FIRST_LOOK: Final = 32
+"""Pages that a `get_many` looks for at first."""
 _DIRECT_READERS = 4
 _DIRECT_BYTES = 8 << 20
 _PROVERS = 4
@@ -212,12 +214,14 @@ class Tiers:
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         """`get` for keys in order, with one look at those of them that lie in host memory, or have been read ahead."""
-        at = 0
+        at, look = 0, _FIRST_LOOK
         while at < len(keys):
-            found = self.host.get_run(keys[at:])
+            # Few first, so that who moves pages begins early; then more at a time.
+            found = self.host.get_run(keys[at : at + look])
+            look *= 2
             with self._changed:
                 self.counters.host_hits += len(found)
-                for key in keys[at : at + len(found)]:
+                for key in keys[at : at + len(found)] if self._staged else ():
                     self._staged.pop(key, None)
                 at, before = at + len(found), len(found)
                 while at < len(keys) and (payload := self._staged.pop(keys[at], None)) is not None:
@@ -375,8 +379,8 @@ class Tiers:
     def _read_to_places(self, memory: PageMemory, provers: ThreadPoolExecutor, left: deque[bytes]) -> None:
         """Read pages to where a card takes them from, and let others prove them while the disk goes on."""
         assert self.store is not None
-        pages = memory.take(len(left))
-        places = [place for page in pages if (place := memory.place_of(page)) is not None]
+        places = memory.reserve(len(left))
+        pages = memory.pages(places)
         for first, stop in memory.runs(places):
             keys, run = [left.popleft() for _ in range(first, stop)], pages[first:stop]
             try:

@@ -63,7 +63,7 @@ class PageMover:
         self._pieces = list[Tensor]()
         self._host_ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._sent = torch.cuda.Event() if self.device.type == "cuda" else None
-        self._leaving = deque[tuple[torch.cuda.Event, list[memoryview]]]()
+        self._leaving = deque[tuple[torch.cuda.Event, list[Buffer]]]()
 
     @property
     def nbytes(self) -> int:
@@ -106,10 +106,13 @@ class PageMover:
                     with lane.entered():
                         staged_RB = lane.device_RB[: len(part)]
                         staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
-                        taken, places = self._owned(iter(self.memory.take(len(part))))
-                        held += taken
-                        for places_RB, at in self._runs(places):
-                            places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                        places = self.memory.reserve(len(part))
+                        try:
+                            for places_RB, at in self._runs(places):
+                                places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                        finally:
+                            # Making views takes the host as long as the copy the link: they are made meanwhile.
+                            held += self.memory.pages(places)
                     size = min(2 * size, self.part)
         finally:
             # Whatever happened: places that are let go must not be written to any more.
@@ -128,24 +131,22 @@ class PageMover:
         self._pieces.append(piece)
         return piece.numpy().data
 
-    def _owned(self, payloads: Iterator[Buffer | None]) -> tuple[list[memoryview], list[int]]:
+    def _owned(self, payloads: Iterator[Buffer | None]) -> tuple[list[Buffer], list[int]]:
         """Pages up to the first that is missing or finds no place, copied into `memory` where they lie elsewhere, and places."""
-        held, places, place_of = list[memoryview](), list[int](), self.memory.place_of
+        held = list[Buffer]()
         for payload in payloads:
             if payload is None:
                 break
-            place = place_of(payload)
-            if place is None:
-                try:
-                    payload = self.memory.own(payload)
-                except MemoryError as error:
-                    LOG.warning("pages that do not come back count as missing: %s", error)
-                    break
-                place = place_of(payload)
-            assert place is not None
-            assert isinstance(payload, memoryview)
             held.append(payload)
-            places.append(place)
+        places = self.memory.places_of(held)
+        for at in [at for at, place in enumerate(places) if place < 0]:
+            try:
+                held[at] = self.memory.own(held[at])
+            except MemoryError as error:
+                LOG.warning("pages that do not come back count as missing: %s", error)
+                del held[at:], places[at:]
+                break
+            (places[at],) = self.memory.places_of(held[at : at + 1])
         return held, places
 
     def _runs(self, places: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
@@ -155,7 +156,7 @@ class PageMover:
             records_RB = self._pieces[piece].view(-1, self.memory.record_bytes)
             yield records_RB[at : at + stop - first], first
 
-    def _send(self, lane: _Lane, held: list[memoryview], places: Sequence[int]) -> None:
+    def _send(self, lane: _Lane, held: list[Buffer], places: Sequence[int]) -> None:
         """Pages on their way into a lane's staging; their places stay taken until they have left."""
         with lane.entered():
             for places_RB, at in self._runs(places):
