@@ -131,7 +131,7 @@ def _global(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(metavar="PRESET|MODEL", help="v41-flash, v41-flash-slim, nano, tiny, or a model")],
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="write the figures there (needs kvist[plot])")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="write the figures there (needs kvist's extra plot)")] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="instead: where it lies on a machine, and the tokens/s its bytes allow")
     ] = False,
@@ -252,7 +252,7 @@ def chat(
     cache_dir: Annotated[Path | None, typer.Option(help="pages and sessions; none: the user's cache directory")] = None,
     cache_budget: Annotated[str, typer.Option(metavar="SIZE", help="bytes on disk for pages; 0 keeps none")] = "4GB",
 ) -> None:
-    """Talk to a model in the terminal; sessions are saved and resumed through the page store (kvist[chat] edits lines)."""
+    """Talk to a model in the terminal; sessions are saved and resumed through the page store (kvist's extra chat edits lines)."""
     from kvist.chat.loop import ChatOptions, run_chat
     from kvist.engine.launch import LaunchOptions
 
@@ -272,7 +272,7 @@ def serve(
     model: Model,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings, behind flags and KVIST_SERVE_ variables")] = None,
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients over HTTP (needs kvist[serve])."""
+    """Serve a model to OpenAI and Anthropic clients over HTTP (needs kvist's extra serve)."""
     try:
         from kvist.server.main import serve as run_server
     except ModuleNotFoundError as error:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 
 from kvist.checkpoint import save_checkpoint
 from kvist.inventory import parameters
@@ -40,6 +42,20 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert result.returncode == 0
     for name in ("plan", "conformance", "checkpoint"):
         assert name in result.stdout
+
+
+def test_no_help_text_is_taken_for_markup() -> None:
+    """`kvist[serve]` in a help text is a tag to rich, which leaves it out."""
+    from kvist.cli import app
+
+    command = typer.main.get_group(app)
+    pending, texts = [command], list[str]()
+    while pending:
+        command = pending.pop()
+        pending += getattr(command, "commands", {}).values()
+        texts += [command.help or "", command.epilog or "", *(getattr(one, "help", None) or "" for one in command.params)]
+    assert any("extra serve" in text for text in texts)
+    assert [text for text in texts if Text.from_markup(text).plain != text] == []
 
 
 def test_version() -> None:

@@ -304,6 +304,7 @@ def test_image_for_a_model_without_vision(live: Live) -> None:
         ({"max_tokens": "5"}, "invalid_value"),
         ({"max_tokens": 40_000}, "context_length_exceeded"),
         ({"temperature": 1e9}, "invalid_value"),
+        ({"top_p": 0}, "invalid_value"),
         ({"logit_bias": {"x": 1}}, "invalid_value"),
         ({"logit_bias": {"5": "high"}}, "invalid_value"),
         ({"stop": [""]}, "invalid_value"),
@@ -333,6 +334,8 @@ def test_refusals_name_the_field(live: Live, fields: dict[str, object], code: st
     with pytest.raises(openai.BadRequestError) as caught:
         live.openai().chat.completions.create(model="nano", messages=HELLO, extra_body=fields)
     assert caught.value.code == code, caught.value
+    if code == "invalid_value":
+        assert str(caught.value.param).partition(".")[0] in fields
     assert len(live.engine.requests) == before
 
 

@@ -5,10 +5,12 @@ Owns the table of docs/server.md. Must not know routes. Both spellings of an err
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from kvist.engine.errors import DeadlineExceeded, EngineStopped, NonFiniteLogits, QueueFull, RequestTooLong
 from kvist.engine.sampling.grammar_text import GrammarError, GrammarSupportMissing
+from kvist.engine.sampling.params import SamplingParams
 
 TYPES = {
     400: "invalid_request_error",
@@ -79,6 +81,9 @@ def errors_table() -> str:
 
 MAX_MESSAGE = 1000
 
+# What the engine checks stands first in its messages, and has the same name in a request.
+_NAMED_FIRST = {field.name for field in fields(SamplingParams)} | {"replay"}
+
 
 class ApiError(Exception):
     """An answer that is no success. `code` is one of `CODES`; `param` names the field at fault."""
@@ -115,7 +120,8 @@ def refused(error: Exception) -> ApiError:
     if isinstance(error, GrammarError | GrammarSupportMissing):
         return ApiError("invalid_grammar", str(error))
     if isinstance(error, ValueError):
-        return ApiError("invalid_value", str(error))
+        first = str(error).partition(" ")[0]
+        return ApiError("invalid_value", str(error), param=first if first in _NAMED_FIRST else None)
     return failed(error)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvist.engine.sampling.params import MAX_LOGPROBS
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
 from kvist.server.pictures import Pictures
@@ -146,7 +147,7 @@ class ChatRequest(SampledBody):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvist.engine.sampling.params import MAX_LOGPROBS
 from kvist.server.body import Body
 from kvist.server.errors import ApiError
 from kvist.server.pictures import Pictures
@@ -157,7 +158,7 @@ class ResponseRequest(Body):
     logit_bias: Bias | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextConfig | None = None
     tools: list[ResponseTool] | None = None
