@@ -20,7 +20,7 @@ from benchmarks.runner import measure
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the last line on stdout of a benchmark is one JSON object that holds its rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, measure, keep and tabulate.")
-    parser.add_argument("name", help="a benchmark, or 'list', 'table' (write two pages' tables), 'thin' (drop superseded rows)")
+    parser.add_argument("name", help="a benchmark, or 'list', 'table' (write three pages' tables), 'thin' (drop superseded rows)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds a variant; the median is reported")
     parser.add_argument("--quick", action="store_true", help="reduced sizes; its rows are never kept")
     parser.add_argument("--no-keep", action="store_true", help="do not append the rows to benchmarks/results")

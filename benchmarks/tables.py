@@ -1,11 +1,12 @@
-"""Tables for people: the one printed after a run, and two generated from the kept rows between markers: a few in README,
-all in docs/measurements.md.
+"""Tables for people: the one printed after a run, and those generated from the kept rows between markers: a few rows in README,
+all in docs/measurements.md, the card's by section in docs/performance.md.
 
 Knows nothing of how a row was measured.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -13,13 +14,15 @@ from rich.table import Table
 
 from benchmarks.rows import ROOT, Row, load
 from benchmarks.runner import Line
+from benchmarks.targets import SLIM, section_table, targets_table
 
 README = ROOT / "README.md"
 ALL = ROOT / "docs" / "measurements.md"
+STATE = ROOT / "docs" / "performance.md"
+SECTION = re.compile(r"(<!-- rows: ([a-z ]+) -->\n).*?(<!-- rows end -->)", re.DOTALL)
 BEGIN = "<!-- benchmarks: begin (python -m benchmarks table) -->"
 END = "<!-- benchmarks: end -->"
 Pairs = tuple[tuple[str, str], ...]
-SLIM = "; 128 of 384 experts, random weights, one card"
 HIGHLIGHTS = (
     ("nano-prefill", "16K, trained"),
     ("nano-decode-b1", "16K, trained"),
@@ -112,6 +115,25 @@ def update(path: Path, only: Pairs | None = None, *, check: bool = False, result
     return fresh == text
 
 
+def update_sections(path: Path, *, check: bool = False, results: Path | None = None) -> bool:
+    """Write the newest rows of one H200 between a page's `rows` markers, by `targets.SECTIONS`; with `check` only compare.
+
+    Returns whether the page was up to date. Raises `ValueError` for a section that is unknown or a marker that is left open.
+    """
+    text = path.read_text()
+    newest = {(row.bench, row.case): row for key, row in (load() if results is None else load(results)) if key == "h200"}
+    fresh, sections = SECTION.subn(lambda found: f"{found[1]}{_section(found[2], newest)}\n{found[3]}", text)
+    if sections == 0 or sections != text.count("<!-- rows: ") or sections != text.count("<!-- rows end -->"):
+        raise ValueError(f"{path.name}: every <!-- rows: NAME --> needs its <!-- rows end -->, and there must be one at least")
+    if fresh != text and not check:
+        path.write_text(fresh)
+    return fresh == text
+
+
 def update_pages(*, check: bool = False) -> bool:
-    """Write both pages' tables, or with `check` compare them. Returns whether both were up to date."""
-    return all([update(README, HIGHLIGHTS, check=check), update(ALL, check=check)])
+    """Write all three pages' tables, or with `check` compare them. Returns whether all were up to date."""
+    return all([update(README, HIGHLIGHTS, check=check), update(ALL, check=check), update_sections(STATE, check=check)])
+
+
+def _section(name: str, newest: dict[tuple[str, str], Row]) -> str:
+    return targets_table(newest) if name == "targets" else section_table(name, newest)

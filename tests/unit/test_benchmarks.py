@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import registry, rows, tables
+from benchmarks import registry, rows, tables, targets
 from benchmarks.cases import Benchmark, Case, CountedCase, Options, TimedCase, WrongResult, percent_of_floor
 from benchmarks.runner import interleave, measure
 
@@ -131,6 +131,53 @@ def test_readme_table_holds_the_newest_row_and_is_stable(tmp_path: Path) -> None
     assert tables.update(readme, check=True, results=tmp_path)
 
 
+def h200_row(bench: str, case: str, **changes: object) -> rows.Row:
+    _, made = measure(Benchmark(name="b", summary="s", build=lambda _: iter([timed()])), Options(rounds=1), MACHINE, "cmd")
+    return dataclasses.replace(made[0], bench=bench, case=case, unit="us", better="lower", peers={}, **changes)
+
+
+def test_the_state_page_holds_the_newest_rows_by_section(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text("a\n<!-- rows: experts -->\nold\n<!-- rows end -->\nb\n<!-- rows: targets -->\n<!-- rows end -->\n")
+    case = "1 rows of 128 experts"
+    kept = [h200_row("gpu-experts", case, value=value, floor=20.0, percent_of_floor=50.0) for value in (50.0, 40.0)]
+    rows.append(kept, "h200", tmp_path)
+    rows.append([dataclasses.replace(kept[0], value=1.0)], "cpu2", tmp_path)
+    assert not tables.update_sections(page, check=True, results=tmp_path)
+    tables.update_sections(page, results=tmp_path)
+    text = page.read_text()
+    assert text.count(f"| {case} | 40.0 us | 20.0 | 50 |") == 1
+    assert "old" not in text
+    assert f"| experts: {case} | 42 us | 40.0 us | yes | 50 |" in text
+    assert "| model: prefill, 1 x 131,072 tokens | 6 s | not measured |" in text
+    assert tables.update_sections(page, check=True, results=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["nothing", "<!-- rows: experts -->\nleft open", "<!-- rows: poetry -->\n<!-- rows end -->"])
+def test_a_state_page_with_wrong_markers_is_refused(tmp_path: Path, text: str) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match=r"rows|known: attention"):
+        tables.update_sections(page, results=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("by", "bound", "changes", "reached", "words"),
+    [
+        ("value", 10.0, {"value": 10.0}, True, "10.0 us (0.500 GB/s)"),
+        ("value", 10.0, {"value": 10.1}, False, "10.1 us (0.495 GB/s)"),
+        ("percent", 55.0, {"value": 2.0, "percent_of_floor": 54.9}, False, "2.00 us (2.50 GB/s)"),
+        ("percent", 55.0, {"value": 2.0, "percent_of_floor": 55.0}, True, "2.00 us (2.50 GB/s)"),
+        ("plain", 1.3, {"value": 13.0}, True, "13.0 us (0.385 GB/s), 1.30x"),
+        ("plain", 1.3, {"value": 14.0}, False, "14.0 us (0.357 GB/s), 1.40x"),
+    ],
+)
+def test_a_target_bounds_the_value_its_share_of_the_floor_or_a_multiple_of_a_peer(by, bound, changes, reached, words) -> None:
+    target = targets.Target(what="w", bench="b", case="c", bound=bound, asked="a", by=by, work=5.0, rate="GB/s")
+    row = dataclasses.replace(h200_row("b", "c", **changes), peers={"plain": 10.0})
+    assert target.reached(row) == (reached, words)
+
+
 def test_a_table_of_chosen_rows_keeps_their_order() -> None:
     _, made = measure(bench(timed()), Options(rounds=1), MACHINE, "cmd")
     kept = [("cpu2", dataclasses.replace(made[0], case=case)) for case in ("one", "two", "three")]
@@ -149,6 +196,11 @@ def test_pages_of_this_repository_have_the_markers_and_valid_rows() -> None:
         assert row.correct, (key, row.bench, row.case)
         cases.add((row.bench, row.case))
     assert cases.issuperset(tables.HIGHLIGHTS)
+    wanted = {(target.bench, target.case) for target in targets.TARGETS}
+    assert {bench for bench, _ in wanted} <= {bench for bench, _ in cases}
+    assert sum(pair not in cases for pair in wanted) <= 1, wanted - cases  # four requests that speculate: never had their turn
+    for name in targets.SECTIONS:
+        assert f"<!-- rows: {name} -->" in tables.STATE.read_text()
 
 
 def test_registered_benchmarks_exist() -> None:
