@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from itertools import count, islice
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,6 +21,7 @@ import xxhash
 
 from kvist.cache.record import CHECKSUM_BYTES, HEADER_BYTES, Buffer
 from kvist.cache.store_errors import NewerStore, NotAStore
+from kvist.cache.workers import Workers
 
 FILE_NAME: Final = "pages.kv"
 HEAD_MAGIC: Final = b"KVISTSTO"
@@ -134,7 +135,7 @@ class PageFile:
         self.path, self.geometry, self._fd, self._files = path, geometry, fd, files
         self._direct: int | None = None
         self._stages: list[mmap.mmap] = []
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer: Workers | None = None
         # Twice the usual read-ahead, so that the disk works while a page is proved; single random reads are as before.
         files.advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -204,7 +205,7 @@ class PageFile:
         """
         groups = [slots[at : at + _GROUP] for at in range(0, len(slots), _GROUP)]
         pool: list[bytearray] = []
-        reader = ThreadPoolExecutor(1, thread_name_prefix="kvist-page-read-ahead")
+        reader = Workers(1, "kvist-page-read-ahead")
         try:
             ahead = [reader.submit(self._read_group, group, pool) for group in groups[:1]]
             for following in [*groups[1:], None]:
@@ -213,7 +214,7 @@ class PageFile:
                 yield from ahead.pop(0).result()
         finally:
             # Never waits: an abandoned iterator may be collected while a thread starts, under the lock that a join takes.
-            reader.shutdown(wait=False, cancel_futures=True)
+            reader.stop()
 
     def _read_group(self, slots: Sequence[int], pool: list[bytearray]) -> list[Buffer | OSError]:
         found: list[Buffer | OSError] = []
@@ -276,7 +277,7 @@ class PageFile:
         if self._writer is None:
             self._stages = [mmap.mmap(-1, batch * size) for _ in range(2)]  # start at a block, as O_DIRECT wants
             self._direct = self._open_direct()
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvist-page-file")
+            self._writer = Workers(1, "kvist-page-file")
         under_way: Future[None] | None = None
         try:
             for turn in count():
@@ -310,7 +311,7 @@ class PageFile:
     def close(self) -> None:
         """Close; the object is of no use afterwards."""
         if self._writer is not None:
-            self._writer.shutdown()
+            self._writer.close()
         if self._direct is not None:
             self._files.close(self._direct)
             self._direct = None

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -19,6 +18,7 @@ from kvist.cache.host_tier import HostTier
 from kvist.cache.page_memory import PageMemory
 from kvist.cache.record import HEADER_BYTES, Buffer, Page
 from kvist.cache.store import PageStore
+from kvist.cache.workers import Workers, within
 
 _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
@@ -117,7 +117,7 @@ class Tiers:
         self._timeout_s = read_timeout_s
         self._memory: PageMemory | None = None
         self._read_pages = _READ_PAGES
-        self._provers: ThreadPoolExecutor | None = None
+        self._provers: Workers | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
         self._doubted = list[bytes]()
@@ -127,7 +127,7 @@ class Tiers:
         self._stage_pages, self._room = stage_bytes // page_bytes, max(stage_bytes, host_bytes) // page_bytes
         self._changed = threading.Condition()
         self._closing = self._hurry = self._ended = False
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvist-page-reader") if store is not None else None
+        self._readers = Workers(_READERS, "kvist-page-reader") if store is not None else None
         self._writer: threading.Thread | None = None
         if store is not None and not store.read_only:
             self._writer = threading.Thread(target=self._write_behind, name="kvist-page-writer", daemon=True)
@@ -150,9 +150,9 @@ class Tiers:
                     f"with pages at {HEADER_BYTES}"
                 )
             assert self._readers is not None
-            self._readers.shutdown()
-            self._readers = ThreadPoolExecutor(_DIRECT_READERS, thread_name_prefix="kvist-page-reader")
-            self._provers = ThreadPoolExecutor(_PROVERS, thread_name_prefix="kvist-page-prover")
+            self._readers.close()
+            self._readers = Workers(_DIRECT_READERS, "kvist-page-reader")
+            self._provers = Workers(_PROVERS, "kvist-page-prover")
             self._read_pages = max(1, _DIRECT_BYTES // size)
         self._memory = memory
 
@@ -287,43 +287,62 @@ class Tiers:
             self.store.condemn(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first."""
+        """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first (None waits)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
             done = self._changed.wait_for(
                 lambda: self._writer is None or not (self._queue or self._writing) or self._ended,
-                None if deadline is None else max(deadline - time.monotonic(), 0),
+                _until(deadline),
             )
             self._hurry = False
             done = done and not (self._queue or self._writing)
-        if done and self.store is not None:
-            self.store.flush()
-        return done
+        if not done or self.store is None:
+            return done
+        return within(_until(deadline), self.store.flush, "kvist-page-flush")
 
     def close(self, timeout_s: float | None = 30.0) -> bool:
-        """Flush, end the threads and close the store; False if pages were given up because `timeout_s` came first."""
+        """Flush, and then end the threads and close the store, waiting at most `timeout_s` each time (None waits).
+
+        False if pages were given up because the time was over, or if the disk owes an answer: then the log says what waits for
+        it, and the store stays open (a file under a running read must not be closed) until that returns or the process ends.
+        """
         done = self.flush(timeout_s)
         with self._changed:
             self._closing = True
             self._queue.clear()
             self.queued_bytes = 0
             self._changed.notify_all()
-        if self._writer is not None:
-            self._writer.join()
-        for threads in (self._readers, self._provers):
-            if threads is not None:
-                threads.shutdown(cancel_futures=True)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        waiting = self._end_threads(deadline)
         with self._changed:
             for coming in self._arriving.values():
                 coming.done = coming.slow = True
             self._changed.notify_all()
             self._arriving.clear()
             self._staged.clear()
-        if self.store is not None:
-            self.store.close()
-        return done
+        if self.store is not None and not waiting and not within(_until(deadline), self.store.close, "kvist-page-close"):
+            waiting.append("the store's close")
+        if waiting:
+            assert self.store is not None, "only a disk can owe an answer"
+            log.error(
+                "%s: the disk has not answered %s within %g s; this process leaves the store open and goes on, and no other can "
+                "write there before this one has ended",
+                self.store.folder, " and ".join(waiting), timeout_s,
+            )  # fmt: skip
+        return done and not waiting
+
+    def _end_threads(self, deadline: float | None) -> list[str]:
+        """Wait for all threads; what is still waited for at the deadline."""
+        found = []
+        if self._writer is not None:
+            self._writer.join(_until(deadline))
+            found += ["a write of pages"] if self._writer.is_alive() else []
+        for threads, name in ((self._readers, "a read of pages"), (self._provers, "a page read again")):
+            if threads is not None and not threads.close(_until(deadline)):
+                found.append(name)
+        return found
 
     def _from_disk(self, key: bytes) -> tuple[memoryview | None, bool]:
         """A page's bytes, and whether the disk was too slow to say."""
@@ -376,7 +395,7 @@ class Tiers:
         finally:
             self._arrived(list(left), [None] * len(left))  # nobody may wait for ever
 
-    def _read_to_places(self, memory: PageMemory, provers: ThreadPoolExecutor, left: deque[bytes]) -> None:
+    def _read_to_places(self, memory: PageMemory, provers: Workers, left: deque[bytes]) -> None:
         """Read pages to where a card takes them from, and let others prove them while the disk goes on."""
         assert self.store is not None
         places = memory.reserve(len(left))
@@ -468,3 +487,8 @@ class Tiers:
     def _count(self, name: str) -> None:
         with self._changed:
             setattr(self.counters, name, getattr(self.counters, name) + 1)
+
+
+def _until(deadline: float | None) -> float | None:
+    """Seconds that are left, None for all the time there is."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
