@@ -5,7 +5,6 @@ Owns `Numerics`, which every module of the model holds. Must not know layers or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +130,3 @@ def _through_fp8(w: Tensor) -> Tensor:
 def _through_fp4(w: Tensor) -> Tensor:
     packed, scales = quantise_fp4_weight(w)
     return dequantise_fp4_weight(packed, scales, w.dtype)
-
-
-Quantiser = Callable[[Tensor], Tensor]

@@ -144,26 +144,30 @@ class Transformer(nn.Module):
         return Flow(x_NSD, pre_NS, Shared())
 
     def run(self, flow: Flow, rows: Rows, memory: SharedMemory, first: int, stop: int, *, publish: bool = True) -> Flow:
-        """Layers first..stop-1. `publish=False`: layer `first` has already published these rows (CED tail)."""
+        """Layers first..stop-1. `publish=False`: layer `first` has already published these rows (CED tail).
+
+        Layers that native code can run wait in a stretch, which is one call; it runs before whatever must see the streams
+        in between: an Engram, a target of the draft blocks, a layer that is called operator by operator.
+        """
         x_NSD, pre_NS, shared, targets = flow
-        waiting: Stretch | None = None
+        stretch: Stretch | None = None
         for layer in range(first, stop):
             block = self.layers[layer]
             assert isinstance(block, Block)
-            whole = block.whole(rows, memory)
-            together = whole is not None and whole[0].experts is not None
-            if waiting is not None and (block.engram is not None or layer in self.targets or not together):
-                (x_NSD, pre_NS), waiting = waiting.run(x_NSD, pre_NS), None
+            native = block.whole(rows, memory)
+            joins = native is not None and native[0].experts is not None
+            if stretch is not None and (block.engram is not None or layer in self.targets or not joins):
+                (x_NSD, pre_NS), stretch = stretch.run(x_NSD, pre_NS), None
             x_NSD = block.remember(x_NSD, rows)
             if layer in self.targets:
                 targets = (*targets, x_NSD.mean(1))
-            if whole is not None and together:
-                waiting = waiting or Stretch(rows, whole[1])
-                shared = waiting.add(whole[0], shared, publish=publish or layer != first)
+            if native is not None and joins:
+                stretch = stretch or Stretch(rows, native[1])
+                shared = stretch.add(native[0], shared, publish=publish or layer != first)
             else:
                 x_NSD, pre_NS, shared = block(x_NSD, pre_NS, rows, memory, shared, publish=publish or layer != first)
-        if waiting is not None:
-            x_NSD, pre_NS = waiting.run(x_NSD, pre_NS)
+        if stretch is not None:
+            x_NSD, pre_NS = stretch.run(x_NSD, pre_NS)
         return Flow(x_NSD, pre_NS, shared, targets)
 
     def publish(self, flow: Flow, rows: Rows, memory: SharedMemory) -> None:

@@ -49,6 +49,7 @@ class VisionAttention(nn.Module):
         self.wo = nn.Linear(width, width, bias=True, dtype=dtype)
 
     def forward(self, x_PV: Tensor, cos_PF: Tensor, sin_PF: Tensor) -> Tensor:
+        """Normed patches [P, V] and their angles' cosines and sines [P, F] -> [P, V]."""
         q_PHE, k_PHE, v_PHE = self.wqkv(x_PV).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
         q_HPE = rotate_halves(q_PHE, cos_PF, sin_PF).transpose(0, 1)
         k_HPE = rotate_halves(k_PHE, cos_PF, sin_PF).transpose(0, 1)
@@ -66,6 +67,7 @@ class VisionMlp(nn.Module):
         self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False, dtype=dtype)
 
     def forward(self, x_PV: Tensor) -> Tensor:
+        """[P, V] -> [P, V]."""
         gate, value = self.w1(x_PV).chunk(2, dim=-1)
         return self.w2(functional.silu(gate) * value)
 
@@ -81,6 +83,7 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMlp(config, dtype)
 
     def forward(self, x_PV: Tensor, cos_PF: Tensor, sin_PF: Tensor) -> Tensor:
+        """Patches [P, V] and their angles' cosines and sines [P, F] -> [P, V]."""
         x_PV = x_PV + self.attn(self.norm1(x_PV), cos_PF, sin_PF)
         return x_PV + self.mlp(self.norm2(x_PV))
 
@@ -93,6 +96,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(3 * config.patch_size**2, config.hidden_size, bias=True, dtype=dtype)
 
     def forward(self, patches_PI: Tensor) -> Tensor:
+        """Flattened patches [P, I] -> [P, V]."""
         return self.proj(patches_PI)
 
 

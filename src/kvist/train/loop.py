@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +304,3 @@ def _progress(line: Mapping[str, Any]) -> str:
 def _write(file: Path, line: Mapping[str, Any]) -> None:
     with file.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(line) + "\n")
-
-
-def describe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, for model cards and logs."""
-    return asdict(recipe)
