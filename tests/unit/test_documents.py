@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "mod
 RECORDS = {"log.md", "performance-history.md", "data-card.md"}
 """Pages that name what was: files and identifiers may be gone, links may not."""
 
-ELSEWHERE = {"index.sqlite", "pages.kv", "nice", "../shared/performance-anchors.md"}
+ELSEWHERE = {"index.sqlite", "pages.kv", "nice", "../shared/performance-anchors.md", "../shared"}
 """Names of files that a store writes, of a system's commands, and of what lies beside the checkout."""
 
 SOURCES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css", ".html", ".toml", ".json", ".txt")
