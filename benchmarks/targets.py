@@ -132,16 +132,21 @@ def targets_table(newest: Newest) -> str:
 
 
 def section_table(name: str, newest: Newest) -> str:
-    """The newest rows of a section's cases, in the order in which they were first kept. Raises `ValueError` for another name."""
+    """The newest rows of a section's cases, by name and sizes. Raises `ValueError` for a name that is no section."""
     if name not in SECTIONS:
         raise ValueError(f"docs/performance.md asks for the rows of {name!r}; known: {', '.join(SECTIONS)}")
     bench, pattern = SECTIONS[name]
     lines = ["| case | now | floor | % of floor | beside it | commit |", "|---|--:|--:|--:|---|---|"]
-    for (at, case), row in newest.items():
-        short = case.replace(SLIM, "")
-        if at == bench and re.fullmatch(pattern, short):
+    rows = [(case.replace(SLIM, ""), row) for (at, case), row in newest.items() if at == bench]
+    for short, row in sorted(rows, key=lambda pair: _by_size(pair[0])):
+        if re.fullmatch(pattern, short):
             lines.append(f"| {short} | {_short(row.value)} {row.unit} | {_floor(row)} | {_peers(row)} | {row.commit[:7]} |")
     return "\n".join(lines)
+
+
+def _by_size(case: str) -> tuple[str, list[int]]:
+    """A case without its numbers, then its numbers: 16 rows stand behind 4 rows."""
+    return re.sub(r"[\d,]*\d", "", case), [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", case)]
 
 
 def _floor(row: Row) -> str:
