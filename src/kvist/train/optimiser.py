@@ -25,6 +25,7 @@ def muon_shape(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[
     if ".experts." in name:
         return shape
     leaf = name.rsplit(".", 2)
+    # AdamW: vectors, and small maps that are no transformations of the streams. `main_proj` only ends like one of them.
     if len(shape) != 2 or name.endswith(("_fn", ".gate.weight", "q_weight", "k_weight", "weights_proj.weight", "proj.weight")):
         return (1, *shape) if name.endswith("main_proj.weight") else None
     if "embed" in name or "head" in leaf[0] or leaf[0].endswith("head") or name == "head.weight" or "markov" in name:
