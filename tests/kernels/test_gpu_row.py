@@ -74,15 +74,18 @@ def test_experts_of_many_rows(rows: int, width: int) -> None:
         assert float((got - want).norm() / want.norm()) < 3e-3
 
 
-@pytest.mark.parametrize("kernel", ["experts", "linear"])
-def test_no_policy_beside_an_address_in_two_parts(kernel: str) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [("routing/choose.cuh", "experts/row.cu"), ("linear/pieces.cuh", "linear/row.cu"), ("linear/pieces.cuh", "linear/rows.cu")],
+)
+def test_no_policy_beside_an_address_in_two_parts(files: tuple[str, ...]) -> None:
     """ptxas encodes a copy with an L2 policy whose shared address has a uniform part as an illegal instruction (`copy_once`)."""
     from kvist.kernels.device.cuda_source import built
     from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE
     from tests.kernels.hopper import Built
 
-    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, STREAM_SOURCE.parents[1] / kernel / "row.cu")
-    cubin = built("".join(path.read_text() for path in sources), "row.cu", "sm_90a")
-    sass = Built(name=kernel, registers=0, local_bytes=0, shared_bytes=0, cubin=cubin).sass()
+    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, *(STREAM_SOURCE.parents[1] / file for file in files))
+    cubin = built("".join(path.read_text() for path in sources), sources[-1].name, "sm_90a")
+    sass = Built(name=files[-1], registers=0, local_bytes=0, shared_bytes=0, cubin=cubin).sass()
     copies = [line for line in sass.splitlines() if "LDGSTS" in line]
     assert copies and not [line for line in copies if "+UR" in line]

@@ -28,6 +28,7 @@ from kvist.kernels.linear import row as linear_module
 from kvist.kernels.linear.row import Entry, product_of_parts, product_of_streams, product_row
 from kvist.kernels.quantise import quantise
 from kvist.kernels.routing import route
+from kvist.kernels.routing.rows import CHOOSE_SOURCE
 from kvist.quant import pack_fp8, quantise_fp4_weight, quantise_fp8_weight
 from tests.kernels.cuda_on_cpu import OnCpu, build
 
@@ -41,12 +42,16 @@ class Together:
     def __init__(self, kernel: OnCpu) -> None:
         self._kernel = kernel
 
-    def launch(self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool, shared_bytes: int) -> None:
+    def launch(
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool, shared_bytes: int | None = None
+    ) -> None:
         self._kernel.launch(argument, blocks, threads, overlap=overlap, shared_bytes=shared_bytes, together=True)
 
 
 def _built(folder: Path, module: str, threads: dict[str, int]) -> dict[str, OnCpu]:
-    return build((STREAM_SOURCE, COLLAPSE_SOURCE, Path(module).with_name("row.cu")), threads, folder)
+    own = Path(module)
+    pieces = {"linear": (linear_module.PIECES_SOURCE,), "experts": (CHOOSE_SOURCE,)}.get(own.parent.name, ())
+    return build((STREAM_SOURCE, COLLAPSE_SOURCE, *pieces, own.with_name("row.cu")), threads, folder)
 
 
 @pytest.fixture(scope="module")

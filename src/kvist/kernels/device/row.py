@@ -1,4 +1,4 @@
-"""One row's sums that the blocks of a launch left in parts, for the launch that reads them next; and where those kernels run.
+"""Rows' sums that the blocks of a launch left in parts, for the launch that reads them next; and where those kernels run.
 
 Must not know operators. Shapes: R outputs, in panels of 64.
 """
@@ -20,8 +20,8 @@ CODES = 4096
 
 
 class Parts(NamedTuple):
-    """float32 [most,R]: panel p's sums are parts 0 to (p * chunks + chunks - 1) // share - p * chunks // share, what lies behind
-    them is not set. A block of the launch took `share` chunks, in the order of panels.
+    """float32 [most,R] of one row or [most,N,R] of several: panel p's sums are parts 0 to (p * chunks + chunks - 1) // share - p
+    * chunks // share, what lies behind them is not set. A block of the launch took `share` chunks, in the order of panels.
     """
 
     sums: Tensor
@@ -29,12 +29,12 @@ class Parts(NamedTuple):
     share: int
 
     def whole(self) -> Tensor:
-        """bfloat16 [1,R], the parts added in their order."""
-        most, outputs = self.sums.shape
+        """bfloat16 [N,R], the parts added in their order."""
+        most, outputs = self.sums.shape[0], self.sums.shape[-1]
         begin = torch.arange(outputs, device=self.sums.device) // PANEL * self.chunks
         last = (begin + self.chunks - 1) // self.share - begin // self.share
-        there = torch.arange(most, device=self.sums.device).unsqueeze(1) <= last
-        return torch.where(there, self.sums, 0.0).sum(0, keepdim=True).bfloat16()
+        there = torch.arange(most, device=self.sums.device).view(most, 1, 1) <= last
+        return torch.where(there, self.sums.view(most, -1, outputs), 0.0).sum(0).bfloat16()
 
 
 def most_parts(chunks: int, share: int) -> int:

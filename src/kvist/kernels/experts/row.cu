@@ -1,4 +1,5 @@
-// The experts' half of a layer for one row in one launch, for Hopper (sm_90a): needs `device/stream.cuh`, `hyper_connections/collapse.cuh`.
+// The experts' half of a layer for one row in one launch, for Hopper (sm_90a): after `device/stream.cuh`,
+// `hyper_connections/collapse.cuh` and `routing/choose.cuh`.
 //
 // Every block norms and quantises the row, then takes equal runs of chunks of three pieces: gate+up of the shared expert, of the chosen
 // ones, and all downs. Scores of the router are made by all blocks before the first run, the choice by a warp of each while the first run
@@ -16,9 +17,6 @@ static const int MOST_CHOSEN = 16;
 static const int MOST_GATES = 3;     // rows of the router a block
 static const int MOST_WIDTH = 1024 * D_STEPS;
 static const int MOST_SLOTS = 32;
-static const u32 BROKEN = 0xFFFFFFFF;  // order of a score that is no number
-
-typedef unsigned long long u64;
 
 enum { SHARED_UP, ROUTED_UP, DOWN, PIECES };
 
@@ -83,65 +81,12 @@ struct Work {
   }
 };
 
-__device__ __forceinline__ void tell_wide(u64* p, u64 x) { asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory"); }
-__device__ __forceinline__ u64 seen_wide(const u64* p) {
-  u64 x;
-  asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ float score_of(float logit) {
-  float x = min(logit, 20.f), grown = power2(1.4426950408889634f * x), one = 1.f + grown;
-  float small = one == 1.f ? grown : logf(one) * (grown / (one - 1.f));
-  return sqrtf(logit > 20.f ? logit : small);
-}
-
-// A lane's expert's order and score, in one word, so that whoever sees it needs no other: never zero.
-__device__ __forceinline__ u64 scored(float logit, float bias, float temperature) {
-  float score = score_of(logit / temperature), order = score + bias + 0.f;
-  u32 bits = __float_as_uint(order), key = order != order ? BROKEN : max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
-  return (u64)key << 32 | __float_as_uint(score);
-}
-
-// The chosen experts, ascending, and their weights, by one warp, whose lanes have KEYS experts each.
-template <int KEYS> __device__ __forceinline__ void choose(const Call& c, Shared* own, int lane, bool write) {
-  u64 word[KEYS] = {};
-  bool there;
-  do {
-    there = true;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++)
-      if (lane + 32 * i < c.experts && !word[i]) word[i] = seen_wide(c.scores + lane + 32 * i);
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) there &= lane + 32 * i >= c.experts || word[i];
-  } while (__ballot_sync(0xFFFFFFFF, there) != 0xFFFFFFFF);
-  u32 broken = 0;
-#pragma unroll
-  for (int i = 0; i < KEYS; i++) broken |= (word[i] >> 32) == BROKEN;
-  bool whole = __ballot_sync(0xFFFFFFFF, broken) == 0;
-  int mine = 0;
-  float score = 0.f;  // of the lane's turn; a row with a NaN weighs nothing
-#pragma unroll 1
-  for (int turn = 0; turn < c.chosen; turn++) {
-    u32 best = 0, at = 0, its = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++)
-      if ((u32)(word[i] >> 32) > best) best = word[i] >> 32, at = lane + 32 * i, its = (u32)word[i];
-    u32 highest = warp_max(best), first = warp_min(best == highest ? at : 0xFFFFFFFF);
-    its = __shfl_sync(0xFFFFFFFF, its, first & 31);
-    if (lane == turn) mine = first, score = whole ? __uint_as_float(its) : 0.f;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++)
-      if (lane + 32 * i == first) word[i] = 0;
-  }
-  float sum = 0.f, weight = score;
-  int place = 0;
-#pragma unroll 1
-  for (int k = 0; k < c.chosen; k++) place += __shfl_sync(0xFFFFFFFF, mine, k) < mine, sum += __shfl_sync(0xFFFFFFFF, score, k);
-  if (c.normalise) weight = weight / (sum + 1e-20f);
+// The choice, for this block and, by one of all, for whoever reads it.
+template <int KEYS> __device__ __forceinline__ void take_choice(const Call& c, Shared* own, int lane, bool write) {
+  Choice one = choose<KEYS>(c.scores, c.experts, c.chosen, c.normalise, lane);
   if (lane < c.chosen) {
-    own->ids[place] = mine, own->weights[place] = weight * c.scale;
-    if (write) c.ids[place] = whole ? mine : -1, c.weights[place] = weight * c.scale;
+    own->ids[one.place] = one.expert, own->weights[one.place] = one.weight * c.scale;
+    if (write) c.ids[one.place] = one.whole ? one.expert : -1, c.weights[one.place] = one.weight * c.scale;
   }
   __syncwarp();
 }
@@ -435,8 +380,8 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
       tell_wide(c.scores + block + lane * c.blocks, scored(sum, bias, c.temperature));
     }
     __syncwarp();
-    if (c.experts <= 128) choose<4>(c, own, lane, block == 0);
-    else choose<MOST_EXPERTS / 32>(c, own, lane, block == 0);
+    if (c.experts <= 128) take_choice<4>(c, own, lane, block == 0);
+    else take_choice<MOST_EXPERTS / 32>(c, own, lane, block == 0);
   }
   if (lane == 0) arrive(shared_address(own->barriers + CHOICE));
   int base = 0;

@@ -21,6 +21,7 @@ from kvist.kernels.device.row import CODES, Parts, blocks_of, counters, most_par
 from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.hyper_connections.ref import Mix
 from kvist.kernels.hyper_connections.row import COLLAPSE_SOURCE, STREAM_SOURCE, Head, StreamsCall
+from kvist.kernels.routing.rows import CHOOSE_SOURCE
 
 WARPS = 12
 STAGES = 2
@@ -89,7 +90,7 @@ class Cut(NamedTuple):
 
 def built(device: torch.device) -> dict[str, Kernel]:
     """The kernel for a card."""
-    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, Path(__file__).with_name("row.cu"))
+    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, CHOOSE_SOURCE, Path(__file__).with_name("row.cu"))
     return kernels(sources, (("experts_row", MOST_SHARED_BYTES),), device.index or 0)
 
 

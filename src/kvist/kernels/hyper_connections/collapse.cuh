@@ -1,5 +1,5 @@
-// What follows the pass over the streams of one row, in kernels that need its result: the collapse normed and quantised, and the
-// coefficients of the next sublayer. Needs `device/stream.cuh`.
+// What follows the pass over the streams of one row, or of each of several, in kernels that need its result: the collapse normed and
+// quantised, and the coefficients of the next sublayer. Needs `device/stream.cuh`.
 
 struct Streams {
   const u16* h;          // [D] collapse before its norm
@@ -16,6 +16,16 @@ struct Streams {
   int width, count, iterations;
   float norm_eps, hc_eps;
 };
+
+// A row's own, where several lie one after the other.
+__device__ __forceinline__ Streams row_of(const Streams& s, int row) {
+  Streams own = s;
+  i64 at = (i64)row * s.width;
+  own.h += at, own.squares += row * s.count, own.parts += row * s.count * 32, own.pre += row * 4, own.post += row * 4, own.comb += row * 16;
+  if (s.normed) own.normed += at;
+  if (s.quantised) own.quantised += at;
+  return own;
+}
 
 static const int D_STEPS = 5;  // of 1,024 inputs: widths up to 5,120
 
@@ -69,15 +79,15 @@ __device__ __forceinline__ void share(float& a, float& b, float& c, float& d, fl
 }
 
 // A warp's share of the sums over parts, which `coefficients` adds: 32 floats. Many loads at once: each waits for L2.
-__device__ __forceinline__ void part_sums(const Streams& s, float* to, int first, int by, int lane) {
+template <int MANY = 10> __device__ __forceinline__ void part_sums(const Streams& s, float* to, int first, int by, int lane) {
   float total = 0.f;
 #pragma unroll 1
-  for (int begin = first; begin < s.count; begin += 10 * by) {
-    float own[10];
+  for (int begin = first; begin < s.count; begin += MANY * by) {
+    float own[MANY];
 #pragma unroll
-    for (int i = 0; i < 10; i++) own[i] = begin + i * by < s.count ? s.parts[(begin + i * by) * 32 + lane] : 0.f;
+    for (int i = 0; i < MANY; i++) own[i] = begin + i * by < s.count ? s.parts[(begin + i * by) * 32 + lane] : 0.f;
 #pragma unroll
-    for (int i = 0; i < 10; i++) total += own[i];
+    for (int i = 0; i < MANY; i++) total += own[i];
   }
   to[lane] = total;
 }

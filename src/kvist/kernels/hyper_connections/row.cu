@@ -1,6 +1,6 @@
-// Hyper-connections of one row: streams left and entered, for Hopper (sm_90a). Needs `device/stream.cuh`.
+// Hyper-connections of a few rows: streams left and entered, for Hopper (sm_90a). Needs `device/stream.cuh`.
 //
-// A block owns 64 channels of all streams. The sublayer's output comes whole, or as parts that are added here in their order. The
+// A block owns 64 channels of all streams of a row. The sublayer's output comes whole, or as parts that are added here in their order. The
 // projection's weights do not depend on the launch before and are read before it has ended. Norm, quantiser and coefficients are
 // left to whoever needs them (`collapse.cuh`). Knows no layers.
 
@@ -8,18 +8,18 @@ static const int CHANNELS = 64;
 static const int THREADS = 256;
 
 struct Call {
-  const u16* y;        // [D], or null:
-  const float* parts;  // of sums [parts, D], or null: the streams are the input already
-  const u16* x;        // [4, D]
-  const float* pre;
+  const u16* y;        // [N, D], or null:
+  const float* parts;  // of sums [parts, N, D], or null: the streams are the input already
+  const u16* x;        // [N, 4, D]
+  const float* pre;    // [N, 4] [N, 4] [N, 16]
   const float* post;
   const float* comb;
   const float* weight;  // [24, 4 D], or null: streams are only left
   u16* streams;
   u16* h;
-  float* sums;     // [D / 64, 32]: 24 logits, the streams' squares
-  float* squares;  // [D / 64] of the collapse
-  int width, chunks, share;
+  float* sums;     // [N, D / 64, 32]: 24 logits, the streams' squares
+  float* squares;  // [N, D / 64] of the collapse
+  int count, width, chunks, share;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) streams_row(const __grid_constant__ Call c) {
@@ -28,7 +28,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) streams_row(const __grid_c
   float(*logits)[24] = (float(*)[24])(raw + 4 * CHANNELS * 4);  // a warp
   float* lengths = (float*)(raw + 4 * CHANNELS * 4 + 8 * 24 * 4);
   float* collapsed = lengths + 8;
-  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * CHANNELS;
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, row = blockIdx.x / (c.width / CHANNELS);
+  int first = (blockIdx.x - row * (c.width / CHANNELS)) * CHANNELS;
+  i64 own = (i64)row * c.width;
   // For the projection: four channels of stream `from`, six logits.
   int quad = thread & 15, from = thread >> 4 & 3, six = thread >> 6;
   float4 weight[6];
@@ -44,25 +46,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) streams_row(const __grid_c
   bool leave = c.y || c.parts;
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    old[s] = __uint_as_float((u32)c.x[(i64)s * c.width + d] << 16);
-    comb[s] = leave ? c.comb[s * 4 + stream] : 0.f;
+    old[s] = __uint_as_float((u32)c.x[4 * own + (i64)s * c.width + d] << 16);
+    comb[s] = leave ? c.comb[row * 16 + s * 4 + stream] : 0.f;
   }
-  float post = leave ? c.post[stream] : 0.f;
+  float post = leave ? c.post[row * 4 + stream] : 0.f;
   float pre[4];
 #pragma unroll
-  for (int s = 0; s < 4; s++) pre[s] = c.weight ? c.pre[s] : 0.f;
-  if (c.y) y = __uint_as_float((u32)c.y[d] << 16);
+  for (int s = 0; s < 4; s++) pre[s] = c.weight ? c.pre[row * 4 + s] : 0.f;
+  if (c.y) y = __uint_as_float((u32)c.y[own + d] << 16);
   else if (c.parts) {
     int panel = d / 64, last = (panel * c.chunks + c.chunks - 1) / c.share - panel * c.chunks / c.share;
     float sum = 0.f;
 #pragma unroll 3
-    for (int part = 0; part <= last; part++) sum += c.parts[(i64)part * c.width + d];
+    for (int part = 0; part <= last; part++) sum += c.parts[((i64)part * c.count + row) * c.width + d];
     y = rounded(sum);
   }
   float now = stream == 0 ? old[0] : stream == 1 ? old[1] : stream == 2 ? old[2] : old[3];
   if (leave) {
     now = rounded(post * y + (comb[0] * old[0] + comb[1] * old[1] + comb[2] * old[2] + comb[3] * old[3]));
-    c.streams[(i64)stream * c.width + d] = (u16)(__float_as_uint(now) >> 16);
+    c.streams[4 * own + (i64)stream * c.width + d] = (u16)(__float_as_uint(now) >> 16);
   }
   if (!c.weight) return;
   mixed[stream][channel] = now;
@@ -71,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) streams_row(const __grid_c
   __syncthreads();
   if (thread < CHANNELS) {
     float one = rounded(pre[0] * mixed[0][thread] + pre[1] * mixed[1][thread] + pre[2] * mixed[2][thread] + pre[3] * mixed[3][thread]);
-    c.h[first + thread] = (u16)(__float_as_uint(one) >> 16);
+    c.h[own + first + thread] = (u16)(__float_as_uint(one) >> 16);
     one = warp_sum(one * one);
     if (lane == 0) collapsed[warp] = one;
   }

@@ -1,7 +1,7 @@
-"""Hyper-connections of one row on Hopper: the pass over the streams, and what later launches need to norm and mix by themselves.
+"""Hyper-connections of one to eight rows on Hopper: the pass over the streams, and what later launches need to norm and mix.
 
 `streams_row` is the whole operator's first launch (`row.cu`); norm, quantiser and coefficients are made inside the launches that
-read them (`collapse.cuh`). Must not know layers. Shapes as in `gpu.py`, N = 1.
+read them (`collapse.cuh`). Must not know layers. Shapes as in `gpu.py`. A row's bits are what they are alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ STREAM_SOURCE = Path(__file__).parents[1] / "device" / "stream.cuh"
 COLLAPSE_SOURCE = Path(__file__).with_name("collapse.cuh")
 _SHARED_BYTES = 4 * CHANNELS * 4 + 8 * 24 * 4 + 10 * 4
 _POINTERS = ("y", "parts", "x", "pre", "post", "comb", "weight", "streams", "h", "sums", "squares")
-_COUNTS = ("width", "chunks", "share")
+MOST_ROWS = 8
+_COUNTS = ("count", "width", "chunks", "share")
 _STREAMS = ("h", "squares", "parts", "norm", "base", "scale", "normed", "quantised", "pre", "post", "comb")
 
 
@@ -45,7 +46,7 @@ class StreamsCall(ctypes.Structure):
 
 
 class Passed(NamedTuple):
-    """The next streams [1,S,D], their collapse [1,D] before its norm, and the sums that its norm and coefficients need."""
+    """The next streams [N,S,D], their collapse [N,D] before its norm, and the sums that its norm and coefficients need."""
 
     x_NSD: Tensor
     h_ND: Tensor
@@ -69,15 +70,15 @@ class Head(NamedTuple):
         p = self.passed
         tensors = (p.h_ND, p.squares, p.sums, self.norm_D, self.base_F, self.scale_3, normed, quantised, *(mix or (None,) * 3))
         return StreamsCall(
-            *(None if t is None else t.data_ptr() for t in tensors), p.h_ND.shape[1], len(p.squares), self.iterations,
+            *(None if t is None else t.data_ptr() for t in tensors), p.h_ND.shape[1], p.squares.shape[1], self.iterations,
             self.norm_eps, self.hc_eps,
         )  # fmt: skip
 
     def empty_mix(self) -> Mix:
         """Room for the coefficients."""
-        s, device = self.passed.x_NSD.shape[1], self.passed.h_ND.device
-        pre, post, comb = torch.empty(s * (s + 2), dtype=torch.float32, device=device).split((s, s, s * s))
-        return Mix(pre.view(1, s), post.view(1, s), comb.view(1, s, s))
+        (n, s, _), device = self.passed.x_NSD.shape, self.passed.h_ND.device
+        pre, post, comb = torch.empty(n * s * (s + 2), dtype=torch.float32, device=device).split((n * s, n * s, n * s * s))
+        return Mix(pre.view(n, s), post.view(n, s), comb.view(n, s, s))
 
 
 def built(device: torch.device) -> dict[str, Kernel]:
@@ -94,25 +95,26 @@ def streams_row(
     *,
     build: Callable[[torch.device], dict[str, Kernel]] = built,
 ) -> Passed:
-    """Leave with `y` (bfloat16 [1,D], or parts of it; None: the streams are the input) and `mix`, then enter with `mix.pre_NS`.
+    """Leave with `y` (bfloat16 [N,D], or parts of it; None: the streams are the input) and `mix`, then enter with `mix.pre_NS`.
 
     `fn_FX` None: only leave; the other results are then not set. Contiguous tensors; D a multiple of 64, up to 5,120.
     """
-    _, s, d = x_NSD.shape
-    if len(x_NSD) != 1 or s != 4 or d % CHANNELS or d > MOST_WIDTH:
+    n, s, d = x_NSD.shape
+    if not 1 <= n <= MOST_ROWS or s != 4 or d % CHANNELS or d > MOST_WIDTH:
         raise ValueError(
-            f"streams {list(x_NSD.shape)}; this pass takes [1, 4, D] with D a multiple of {CHANNELS} up to {MOST_WIDTH}"
+            f"streams {list(x_NSD.shape)}; this pass takes [N, 4, D], N up to {MOST_ROWS}, "
+            f"and D a multiple of {CHANNELS} up to {MOST_WIDTH}"
         )
     device, blocks = x_NSD.device, d // CHANNELS
     streams = x_NSD if y is None else torch.empty_like(x_NSD)
-    h = torch.empty(1, d, dtype=x_NSD.dtype, device=device)
-    both = torch.empty(33 * blocks, dtype=torch.float32, device=device)
-    sums, squares = both[: 32 * blocks], both[32 * blocks :]
+    h = torch.empty(n, d, dtype=x_NSD.dtype, device=device)
+    both = torch.empty(33 * n * blocks, dtype=torch.float32, device=device)
+    sums, squares = both[: 32 * n * blocks], both[32 * n * blocks :].view(n, blocks)
     parts = y if isinstance(y, Parts) else None
     whole = y if isinstance(y, Tensor) else None
     tensors = (whole, None if parts is None else parts.sums, x_NSD, *mix, fn_FX, streams, h, sums, squares)
     call = _Call(
-        *(None if t is None else t.data_ptr() for t in tensors), d, *((1, 1) if parts is None else (parts.chunks, parts.share))
+        *(None if t is None else t.data_ptr() for t in tensors), n, d, *((1, 1) if parts is None else (parts.chunks, parts.share))
     )
-    build(device)["streams_row"].launch(call, blocks, THREADS, overlap=True)
+    build(device)["streams_row"].launch(call, n * blocks, THREADS, overlap=True)
     return Passed(streams, h, sums, squares)

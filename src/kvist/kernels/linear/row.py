@@ -27,16 +27,21 @@ THREADS = 32 * WARPS
 ROW_THREADS = 256
 MOST_INPUTS = {"from_row": 8192, "from_row_quantised": 8192, "from_parts": 2048, "from_streams": 5120}
 MOST_SHARED_BYTES = 220 << 10
+PIECES_SOURCE = Path(__file__).with_name("pieces.cuh")
 _POINTERS = (
-    "codes", "scales", "row", "parts", "norm", "out", "out_parts", "rank", "entry_norm", "cosines", "sines",
+    "codes", "scales", "rows", "parts", "norm", "out", "out_parts", "rank", "entry_norm", "cosines", "sines",
     "entry_codes", "entry_scales", "slot", "cell",
 )  # fmt: skip
 _STRIDES = ("code_slot", "code_cell", "scale_slot", "scale_cell")
-_COUNTS = ("inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width", "pairs",
-           "quantise", "ahead")  # fmt: skip
+_COUNTS = (
+    "count", "inputs", "panels", "chunks", "share", "blocks", "groups", "in_width", "in_chunks", "in_share", "entry_width",
+    "pairs", "quantise", "ahead",
+)  # fmt: skip
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
+    """`Call` of `pieces.cuh`."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("streams", StreamsCall),
@@ -47,8 +52,8 @@ class _Call(ctypes.Structure):
 
 
 class Entry(NamedTuple):
-    """A window entry behind the rank: norm weights float32 [C], tables float32 [1,P], rings uint8 [slots,cells,bytes], int32 slot
-    and int64 cell [1].
+    """Window entries behind ranks: norm weights float32 [C], tables float32 [N,P], rings uint8 [slots,cells,bytes], int32 slots
+    and int64 cells [N].
     """
 
     norm_C: Tensor
@@ -65,7 +70,7 @@ Build = Callable[[torch.device], dict[str, Kernel]]
 
 def built(device: torch.device) -> dict[str, Kernel]:
     """The kernels for a card."""
-    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, Path(__file__).with_name("row.cu"))
+    sources = (STREAM_SOURCE, COLLAPSE_SOURCE, PIECES_SOURCE, Path(__file__).with_name("row.cu"))
     return kernels(sources, tuple((name, MOST_SHARED_BYTES) for name in MOST_INPUTS), device.index or 0)
 
 
@@ -75,21 +80,21 @@ def share_of(weight: PanelWeight, blocks: int, *, whole: bool) -> int:
     return -(-panels // blocks) * chunks if whole else -(-panels * chunks // blocks)
 
 
-def _check(kernel: str, weight: PanelWeight) -> None:
+def require_fit(weight: PanelWeight, most: int) -> None:
     if weight.form != "fp8" or weight.paired or weight.experts != 1 or weight.outputs % 64 or weight.inputs % 64:
         raise ValueError(
             f"a {weight.form} weight {weight.outputs} x {weight.inputs} of {weight.experts}; one row takes one plain FP8 weight "
             "of multiples of 64"
         )
-    if weight.inputs > MOST_INPUTS[kernel]:
-        raise ValueError(f"{weight.inputs} inputs; one row takes up to {MOST_INPUTS[kernel]} here")
+    if weight.inputs > most:
+        raise ValueError(f"{weight.inputs} inputs; these rows take up to {most} here")
 
 
 def _launch(
     kernel: str, weight: PanelWeight, whole: bool, extra: int, build: Build, blocks: int | None,
     pointers: dict[str, Tensor | None], numbers: dict[str, object], ahead: int = STAGES,
 ) -> Tensor | Parts:  # fmt: skip
-    _check(kernel, weight)
+    require_fit(weight, MOST_INPUTS[kernel])
     device = weight.codes.device
     panels, chunks = weight.codes.shape[1:3]
     blocks = blocks_of(device) if blocks is None else blocks
@@ -101,10 +106,10 @@ def _launch(
         out = torch.empty(most_parts(chunks, share), weight.outputs, dtype=torch.float32, device=device)
     given = {"codes": weight.codes, "scales": weight.scales, "out" if whole else "out_parts": out} | pointers
     counts = {
-        "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
+        "count": 1, "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
         "ahead": ahead,
     }  # fmt: skip
-    call = _Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
+    call = Call(**{name: None if t is None else t.data_ptr() for name, t in given.items()}, **(counts | numbers))
     slots = slots_of(panels, chunks, share)
     room = min(WARPS * STAGES, share) * CODES + 2 * weight.inputs + weight.inputs // 8 + 1024 + slots * WARPS * 256 + 4 * share
     build(device)[kernel].launch(call, used + extra, THREADS, overlap=True, shared_bytes=-(-room // 16) * 16)
@@ -127,7 +132,7 @@ def product_row(
             f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
         )
     kernel = "from_row" if quantised else "from_row_quantised"
-    return _launch(kernel, weight, whole, 0, build, blocks, {"row": x_NI}, {"groups": groups, "quantise": int(quantise)},
+    return _launch(kernel, weight, whole, 0, build, blocks, {"rows": x_NI}, {"groups": groups, "quantise": int(quantise)},
                    NEAR if near else STAGES)  # fmt: skip
 
 
@@ -143,6 +148,27 @@ def product_of_streams(
     return parts, normed, quantised
 
 
+def entry_pointers(parts: Parts, norm_I: Tensor, entry: Entry, inputs: int) -> dict[str, Tensor]:
+    """What a kernel reads and writes to make inputs and window entries of parts. Raises ValueError for other widths."""
+    width = parts.sums.shape[-1] - inputs
+    if entry.norm_C.shape != (width,) or width % 32 or width > 2 * ROW_THREADS:
+        raise ValueError(f"{width} sums behind {inputs} inputs; an entry takes a multiple of 32 up to {2 * ROW_THREADS}")
+    return {
+        "parts": parts.sums, "norm": norm_I, "entry_norm": entry.norm_C, "cosines": entry.cos_NP, "sines": entry.sin_NP,
+        "entry_codes": entry.codes, "entry_scales": entry.scales, "slot": entry.slot_N, "cell": entry.cell_N,
+    }  # fmt: skip
+
+
+def entry_numbers(parts: Parts, eps: float, entry: Entry, inputs: int) -> dict[str, object]:
+    """The numbers that go with `entry_pointers`."""
+    return {
+        "in_width": parts.sums.shape[-1], "in_chunks": parts.chunks, "in_share": parts.share,
+        "entry_width": parts.sums.shape[-1] - inputs, "pairs": entry.cos_NP.shape[1], "eps": eps,
+        "code_slot": entry.codes.stride(0), "code_cell": entry.codes.stride(1), "scale_slot": entry.scales.stride(0),
+        "scale_cell": entry.scales.stride(1),
+    }  # fmt: skip
+
+
 def product_of_parts(
     parts: Parts, norm_I: Tensor, eps: float, weight: PanelWeight, entry: Entry, head: Head, *,
     build: Build = built, blocks: int | None = None,
@@ -151,21 +177,10 @@ def product_of_parts(
 
     Gives bfloat16 [1,O], the quantised inputs [1,I], and the coefficients of `head`, which are made beside the product.
     """
-    width = parts.sums.shape[1] - weight.inputs
-    if entry.norm_C.shape != (width,) or width % 32 or width > 2 * ROW_THREADS:
-        raise ValueError(f"{width} sums behind {weight.inputs} inputs; an entry takes a multiple of 32 up to {2 * ROW_THREADS}")
     mix = head.empty_mix()
     rank = torch.empty(1, weight.inputs, dtype=torch.bfloat16, device=norm_I.device)
-    pointers: dict[str, Tensor | None] = {
-        "parts": parts.sums, "norm": norm_I, "rank": rank, "entry_norm": entry.norm_C, "cosines": entry.cos_NP,
-        "sines": entry.sin_NP, "entry_codes": entry.codes, "entry_scales": entry.scales, "slot": entry.slot_N,
-        "cell": entry.cell_N,
-    }  # fmt: skip
-    numbers: dict[str, object] = {
-        "in_width": parts.sums.shape[1], "in_chunks": parts.chunks, "in_share": parts.share, "entry_width": width,
-        "pairs": entry.cos_NP.shape[1], "eps": eps, "code_slot": entry.codes.stride(0), "code_cell": entry.codes.stride(1),
-        "scale_slot": entry.scales.stride(0), "scale_cell": entry.scales.stride(1),
-    }  # fmt: skip
+    pointers: dict[str, Tensor | None] = {"rank": rank, **entry_pointers(parts, norm_I, entry, weight.inputs)}
+    numbers = entry_numbers(parts, eps, entry, weight.inputs)
     numbers["streams"] = head.call(mix)
     out = _launch("from_parts", weight, True, 3, build, blocks, pointers, numbers, NEAR)
     assert isinstance(out, Tensor)
