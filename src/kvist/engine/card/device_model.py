@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kvist.config import ModelConfig
+from kvist.engine.card.few_rows import FewRows
+from kvist.engine.card.few_rows import fits as few_fit
 from kvist.engine.card.layers import Chosen, Layers, Targets, enter, wide_product
 from kvist.engine.card.one_row import OneRow, Output, fits, left
 from kvist.engine.card.places import CardRows, Places, places_of
@@ -29,6 +31,7 @@ from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.index_select.gpu import groups_of
 from kvist.kernels.index_select.hopper import GROUP
 from kvist.kernels.linear.gpu import linear_gpu
+from kvist.kernels.linear.rows import MOST_ROWS
 from kvist.kernels.streams.gpu import embed_streams_gpu
 
 Given = tuple[Tensor, Tensor, Chosen]
@@ -143,8 +146,8 @@ class DeviceModel:
     """Decode steps of a packed model over a card's state.
 
     `graphs`: capture steps (on a card; refused elsewhere). `overlap`: on a stream of its own run the shared expert, beside the
-    routed ones, where rows are enough for that to pay, and a single row's keys, beside its queries. `one_row`: a step of one row
-    takes the launches made for it, where they fit. Raises GpuUnavailable where the operators cannot run.
+    routed ones, where rows are enough for that to pay, and a few rows' keys, beside their queries. `one_row`: steps of one row,
+    and of up to eight, take the launches made for them, where they fit. Raises GpuUnavailable where the operators cannot run.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class DeviceModel:
         self.graphs = on_card if graphs is None else graphs
         self.layers = Layers(self.config, state, torch.cuda.Stream(state.device) if on_card and overlap else None)
         self.one_row = OneRow(self.layers) if one_row and fits(weights, state.codes) else None
+        self.few_rows = FewRows(self.layers) if one_row and few_fit(weights, state.codes) else None
         self.side = torch.cuda.Stream(state.device) if on_card else None
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self._captured: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
@@ -307,14 +311,15 @@ class DeviceModel:
         chosen: Chosen,
         targets: Targets | None,
     ) -> tuple[Tensor, Mix, Output, Chosen]:
-        """`layer`, or its launches for one row."""
-        if self.one_row is None or len(x_NSD) != 1:
+        """`layer`, or its launches for one row or a few."""
+        few = self.few_rows if 2 <= len(x_NSD) <= MOST_ROWS else self.one_row if len(x_NSD) == 1 else None
+        if few is None:
             assert not isinstance(y_ND, Parts)
             return self.layer(layer, at, found, x_NSD, mix, y_ND, chosen, targets)
         if layer.engram is not None:
             x_NSD, y_ND = left(y_ND, x_NSD, mix), None
             self._add_engram(layer.engram, at, found[layer.spec.index], x_NSD)
-        return self.one_row.layer(layer, at, x_NSD, mix, y_ND, chosen, targets)
+        return few.layer(layer, at, x_NSD, mix, y_ND, chosen, targets)
 
     def layer(
         self,

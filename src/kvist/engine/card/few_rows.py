@@ -1,0 +1,94 @@
+"""A layer of two to eight rows in few launches on Hopper: what `Layers` means, by projections and passes over the streams
+whose sums are those of one row (`one_row.py`), so that these do not depend on a row's company.
+
+Must not know buckets, graphs or requests. Shapes as in `layers.py`, N up to 8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvist.engine.card.layers import Chosen, Layers, Targets
+from kvist.engine.card.one_row import Output
+from kvist.engine.card.places import Places
+from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights
+from kvist.kernels.device.row import Parts, blocks_of, on_hopper
+from kvist.kernels.hyper_connections import Mix
+from kvist.kernels.hyper_connections.gpu import Entered
+from kvist.kernels.hyper_connections.hopper import finish_hopper
+from kvist.kernels.hyper_connections.row import MOST_WIDTH, Head, streams_row
+from kvist.kernels.linear.row import Entry
+from kvist.kernels.linear.rows import MOST_RANK, MOST_ROWS, finish_rows, product_of_streams_rows, product_rows
+from kvist.kernels.linear.rows import fits as product_fits
+from kvist.kernels.sparse_attention.gpu import attend_packed
+
+
+def fits(weights: CardWeights, like: Tensor) -> bool:
+    """Whether up to `MOST_ROWS` rows of this model run so where `like` lies."""
+    c, w = weights.config, weights.layers[0].attention
+    if not on_hopper(like):
+        return False
+    blocks = blocks_of(like.device)
+    products = ((w.enter, False), (w.query, True), (w.out_a, True), (w.out_b, False))
+    return (
+        c.hc_mult == 4 and c.dim <= MOST_WIDTH and c.q_lora_rank <= MOST_RANK and c.head_dim <= 512
+        and c.q_lora_rank % 64 == 0 and c.head_dim % 64 == 0 and c.o_lora_rank % 64 == 0
+        and all(product_fits(MOST_ROWS, weight, blocks, whole=whole) for weight, whole in products)
+    )  # fmt: skip
+
+
+class FewRows:
+    """The operators of one model on one card, for two to eight rows."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers, self.config = layers, layers.config
+
+    def layer(
+        self, layer: LayerWeights, at: Places, x_NSD: Tensor, mix: Mix, y_ND: Output, chosen: Chosen, targets: Targets | None
+    ) -> tuple[Tensor, Mix, Tensor, Chosen]:
+        """See `DeviceModel.layer`, behind Engram."""
+        head = self._enter(layer.attention_mix, y_ND, x_NSD, mix)
+        if targets is not None:
+            targets.see(layer.spec.index, head.passed.x_NSD)
+        y_ND, mix, chosen = self._attention(layer, at, head, chosen)
+        entered = self._whole(self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix))
+        return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen
+
+    def _enter(self, w: MixWeights, y_ND: Output, x_NSD: Tensor, mix: Mix) -> Head:
+        c = self.config
+        return Head(streams_row(y_ND, x_NSD, mix, w.fn), w.base, w.scale, w.norm, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps)
+
+    def _whole(self, head: Head) -> Entered:
+        """Normed and quantised rows, and coefficients, by a launch of their own."""
+        passed, mix, quantised = head.passed, head.empty_mix(), torch.empty_like(head.passed.h_ND)
+        finish_hopper(
+            passed.h_ND, passed.sums, passed.squares, passed.squares.shape[1], head.base_F, head.scale_3, head.norm_D, quantised,
+            mix, iterations=head.iterations, hc_eps=head.hc_eps, norm_eps=head.norm_eps,
+        )  # fmt: skip
+        return Entered(passed.x_NSD, passed.h_ND, quantised, mix)
+
+    def _attention(self, layer: LayerWeights, at: Places, head: Head, chosen: Chosen) -> tuple[Parts, Mix, Chosen]:
+        c, w, spec = self.config, layer.attention, layer.spec
+        ring, rope = self.layers.state.ring(spec.index), at.rope[spec.ratio > 0]
+        assert ring.scales is not None
+        parts, h_ND, _ = product_of_streams_rows(head, w.enter)
+        weight_NJ = self.layers.apart(w, spec, at, h_ND)
+        entry = Entry(w.entry_norm, *rope, ring.values, ring.scales, at.slot_N, at.cell_N)
+        rank_NQ, mix = finish_rows(parts, w.query_norm, c.norm_eps, entry, head)
+        q_NX = product_rows(rank_NQ, w.query, near=True)
+        assert isinstance(q_NX, Tensor)
+        if w.compressor is not None and weight_NJ is None:
+            self.layers.publish(w.compressor, spec, at, h_ND)
+        if w.indexer is not None:
+            chosen = self.layers.select(w.indexer, spec, at, h_ND, rank_NQ, chosen, weight_NJ)
+        pages = None if spec.ratio == 0 or chosen.source is None else self.layers.state.pages[chosen.source]
+        out_NHC = attend_packed(
+            q_NX.unflatten(1, (c.n_heads, c.head_dim)), ring, at.span_N2, at.slot_N, pages,
+            None if pages is None else chosen.topk_NK, w.sink, window=at.longest or self.layers.plan.window, rope=rope,
+        )  # fmt: skip
+        narrow_NX = product_rows(out_NHC.flatten(1), w.out_a, groups=c.o_groups, quantise=True)
+        assert isinstance(narrow_NX, Tensor)
+        out = product_rows(narrow_NX, w.out_b, whole=False, near=True)
+        assert isinstance(out, Parts)
+        return out, mix, chosen
