@@ -193,6 +193,8 @@ static unsigned atomicAdd(unsigned* p, unsigned by) {
   return old;
 }
 static void atomicMax(int* p, int x) { *p = max(*p, x); }
+static void atomicMax(unsigned* p, unsigned x) { *p = max(*p, x); }
+static void atomicOr(unsigned* p, unsigned x) { *p |= x; }
 static void atomicMin(unsigned* p, unsigned x) { *p = min(*p, x); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
   unsigned char bytes[8];

@@ -52,6 +52,8 @@ MEANING = {
     "bulk_copy": "memcpy(to, from, bytes);",
     "seen": "take_turns(); return *p;",
     "publish": "*(u32*)p += by, progress++;",
+    "seen_here": "take_turns(); return *p;",
+    "tell_here": "*p = x, progress++;",
     "reciprocal": "return 1.f / x;",
     "warp_max": "for (int by = 16; by; by >>= 1) x = max(x, __shfl_xor_sync(~0u, x, by)); return x;",
     "warp_min": "for (int by = 16; by; by >>= 1) x = min(x, __shfl_xor_sync(~0u, x, by)); return x;",
