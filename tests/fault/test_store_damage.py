@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import shutil
 import sqlite3
@@ -259,3 +260,22 @@ def test_both_heads_damaged_is_a_named_error(original: Path, tmp_path: Path) -> 
     with pytest.raises(StoreError, match="will be computed again"):
         open_store(tmp_path / "store")
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(("read_only", "fate"), [(False, "is dropped"), (True, "is not used")])
+def test_many_bad_pages_are_said_a_few_times(
+    tmp_path: Path, read_only: bool, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    assert store.put([page(number) for number in range(12)]) == 12
+    store.close()
+    with (tmp_path / "pages.kv").open("r+b") as file:
+        for slot in range(12):
+            file.seek(HEAD_BYTES + slot * store.geometry.slot_bytes + HEADER_BYTES)
+            file.write(b"damaged!")
+    store = open_store(tmp_path, read_only=read_only)
+    with caplog.at_level(logging.WARNING):
+        assert [store.get(key(number)) for number in range(12)] == [None] * 12
+    store.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"{fate} (bad pages so far: {number})" in line for number, line in zip((1, 10), said, strict=True)] == [True, True]

@@ -24,7 +24,7 @@ def filled(folder: Path, files: FaultyFiles | None = None) -> PageStore:
 def read(store: PageStore, numbers: list[int]) -> int:
     """How many came; each is compared, and what lies behind them is nobody's."""
     memory = memoryview(bytearray(len(numbers) * store.geometry.slot_bytes))
-    came = store.read_into([key(n) for n in numbers], memory)()
+    came = store.read_into(keys := [key(n) for n in numbers], store.find_many(keys), memory)()
     for at, number in enumerate(numbers[:came]):
         first = at * store.geometry.slot_bytes + HEADER_BYTES
         assert memory[first : first + PAGE_BYTES] == payload(number), f"page {number} is wrong"
@@ -45,7 +45,7 @@ def test_runs_and_single_pages_in_any_order(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("at", [0, 5, COUNT - 1])
 def test_it_ends_at_a_damaged_page(tmp_path: Path, at: int) -> None:
     store = filled(tmp_path)
-    slot = store._find_many([key(at)])[key(at)].slot
+    slot = store.find_many([key(at)])[key(at)].slot
     with (tmp_path / page_file.FILE_NAME).open("r+b") as file:
         file.seek(page_file.HEAD_BYTES + slot * SLOT + HEADER_BYTES + 17)
         file.write(b"\xff\x00\xff")
@@ -66,7 +66,7 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     store = filled(tmp_path)
     with (tmp_path / page_file.FILE_NAME).open("r+b") as file:
         file.truncate(page_file.HEAD_BYTES + 9 * SLOT + 300)
-    slots = {number: store._find_many([key(number)])[key(number)].slot for number in range(COUNT)}
+    slots = {number: store.find_many([key(number)])[key(number)].slot for number in range(COUNT)}
     assert [slots[number] for number in range(COUNT)] == [*range(COUNT)]
     assert read(store, [*range(COUNT)]) == 9
     assert store.counters.corrupt == {"truncated": 1}

@@ -80,3 +80,10 @@ def test_a_directory_without_a_store(tmp_path: Path, command: tuple[str, ...]) -
     assert result.returncode == 2 and "holds no store (pages.kv is missing)" in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir()), "a mistyped directory is left alone"
+
+
+def test_a_directory_of_stores_names_them(folder: Path) -> None:
+    result = kvist("cache", "stat", folder.parent)
+    assert result.returncode == 2
+    said = "".join(result.stderr.split())
+    assert f"thereisonein{folder}" in said.replace("|", "").replace("│", ""), said

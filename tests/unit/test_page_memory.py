@@ -83,3 +83,22 @@ def test_no_place_is_given_twice_whoever_takes_and_lets_go(monkeypatch: pytest.M
     assert not failures
     gc.collect()
     assert memory.free == memory.places
+
+
+def test_places_of_pages_here_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = made(monkeypatch), made(monkeypatch)
+    pages = [*here.take(2), *other.take(1)]
+    assert here.places_of(pages[:2]) == [0, 1]
+    assert here.places_of([pages[1], pages[2], bytes(8), memoryview(bytes(8)), pages[0]]) == [1, -1, -1, -1, 0]
+    assert here.places_of([]) == []
+
+
+def test_a_reserved_place_is_nobodys_until_its_page_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = made(monkeypatch)
+    places = there.reserve(2)
+    free = there.free
+    pages = there.pages(places)
+    assert there.places_of(pages) == places
+    assert there.free == free
+    del pages
+    assert there.free == free + 2

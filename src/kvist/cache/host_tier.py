@@ -39,17 +39,22 @@ class HostTier:
             self._pages.move_to_end(key)
             return self._pages[key]
 
-    def get_run(self, keys: Sequence[bytes]) -> list[Buffer]:
-        """`get` for keys in order, up to the first that is not here; the last becomes the most recently used."""
+    def peek_run(self, keys: Sequence[bytes]) -> list[Buffer]:
+        """The bytes of pages in order, up to the first that is not here; that they were wanted, `touch_run` says."""
         found = []
         with self._lock:
-            for key in keys:
-                payload = self._pages.get(key)
+            for payload in map(self._pages.get, keys):
                 if payload is None:
                     break
-                self._pages.move_to_end(key)
                 found.append(payload)
         return found
+
+    def touch_run(self, keys: Sequence[bytes]) -> None:
+        """`touch` for keys in order: the last becomes the most recently used."""
+        with self._lock:
+            for key in keys:
+                if key in self._pages:
+                    self._pages.move_to_end(key)
 
     def put(self, key: bytes, payload: Buffer) -> None:
         """Keep a page, at the cost of the least recently used. One larger than the budget is not kept, and costs nothing."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvist.cache.record import CHECKSUM_BYTES, HEADER_BYTES, Buffer
+from kvist.cache.record import CHECKSUM_BYTES, HEADER_BYTES, KEY_BYTES, Buffer, Page
 from kvist.cache.store_errors import NewerStore, NotAStore
 from kvist.cache.workers import Workers
 
@@ -52,6 +52,15 @@ class Geometry(NamedTuple):
         blocks = -(-record // BLOCK) * BLOCK
         slot = blocks if (blocks - record) * 16 <= blocks else -(-record // 512) * 512
         return Geometry(slot, page_bytes, page_tokens, model, os.urandom(16))
+
+    def require_fit(self, page: Page) -> None:
+        """Raises `ValueError` for a page of another size than this store's, or a key that is not 16 bytes."""
+        nbytes = memoryview(page.payload).nbytes
+        if nbytes != self.page_bytes or len(page.key) != KEY_BYTES:
+            raise ValueError(
+                f"a page of {nbytes} bytes with a key of {len(page.key)}; this store holds pages of {self.page_bytes} bytes with "
+                f"keys of {KEY_BYTES}"
+            )
 
     def pack(self) -> bytes:
         """The head of a page file: two equal copies, each with its own checksum."""

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, cast
 
 from kvist.cache.record import Buffer
 
@@ -90,9 +90,10 @@ class PageMemory:
 
     def places_of(self, payloads: Sequence[Buffer]) -> list[int]:
         """The places of pages; -1 for one that lies in other memory."""
-        place = self._place
-        holders = [payload.obj if isinstance(payload, memoryview) else None for payload in payloads]
-        return [holder.number if isinstance(holder, place) else -1 for holder in holders]
+        holders: list[object] = [payload.obj if isinstance(payload, memoryview) else None for payload in payloads]
+        if set(map(type, holders)) <= {self._place}:
+            return [cast("_Place", holder).number for holder in holders]
+        return [holder.number if isinstance(holder, self._place) else -1 for holder in holders]
 
     def records(self, first: int, count: int) -> memoryview:
         """Places `first`, `first` + 1, ... of one piece as one writable run of bytes."""

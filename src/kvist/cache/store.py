@@ -22,7 +22,7 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Final
 from kvist.cache import store_directory as directory
 from kvist.cache.page_file import HEAD_BYTES, FileSystem, PageFile, runs_of
 from kvist.cache.page_index import DamagedIndex, Entry, is_damage, is_full
-from kvist.cache.record import HEADER_BYTES, KEY_BYTES, Buffer, CorruptPage, Page, Stored, check, pack_header
+from kvist.cache.record import HEADER_BYTES, Buffer, CorruptPage, Page, Stored, check, pack_header
 from kvist.cache.store_counters import StoreCounters, StoreStat
 from kvist.cache.store_errors import ReadOnlyStore
 
@@ -113,26 +113,36 @@ class PageStore:
         return bool(self.contains_many([key]))
 
     def contains_many(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those keys for which `contains` is true; about 3 us a key."""
-        return {key for key, entry in self._find_many(keys).items() if not self._is_negative(entry)}
+        """Those keys for which `contains` is true."""
+        return {key for key, entry in self.find_many(keys).items() if not self._is_negative(entry)}
+
+    def find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        """What the index promises of pages, proved by nothing: none of a bad index. About 3 us a key."""
+        if self._bad_index:
+            return {}
+        try:
+            return self._index.find_many(keys)
+        except sqlite3.Error as error:
+            self._note_index(error)
+            return {}
 
     def get(self, key: bytes) -> memoryview | None:
         """The proved bytes of a page, or None: absent, failed, damaged (then dropped and counted) or just replaced."""
-        return self._get(key, self._find_many([key]).get(key))
+        return self._get(key, self.find_many([key]).get(key))
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
         """`get` for keys in order, at the speed of the disk: pages of one prefix mostly lie one after another."""
         for at in range(0, len(keys), _READ_PAGES):
             part = keys[at : at + _READ_PAGES]
-            entries = self._find_many(part)
+            entries = self.find_many(part)
             with closing(self._file.read_ahead([entries[key].slot for key in part if key in entries])) as raw:
                 for key in part:
                     yield self._get(key, entries.get(key), next(raw) if key in entries else None)
 
-    def read_into(self, keys: Sequence[bytes], memory: memoryview) -> Callable[[], int]:
-        """Read pages, each HEADER_BYTES behind its place in `memory`, places `geometry.slot_bytes` apart. What comes back proves
-        them there, in order up to the first that `get` would not give, and says how many: meanwhile the disk may go on."""
-        entries, size = self._find_many(keys), self.geometry.slot_bytes
+    def read_into(self, keys: Sequence[bytes], entries: Mapping[bytes, Entry], memory: memoryview) -> Callable[[], int]:
+        """Read pages that `find_many` has found, each HEADER_BYTES behind its place in `memory`, places `geometry.slot_bytes`
+        apart. What comes back proves them there, in order up to the first that `get` would not give, and says how many."""
+        size = self.geometry.slot_bytes
         there = list(takewhile(entries.__contains__, keys))
         raw = self._file.read_into([entries[key].slot for key in there], memory)
 
@@ -164,7 +174,7 @@ class PageStore:
             log.warning("%s: page %s cannot be read: %s", self.folder, entry.key.hex(), error)
             return "read error"
         except CorruptPage as fault:
-            now = self._find_many([entry.key]).get(entry.key)
+            now = self.find_many([entry.key]).get(entry.key)
             if now is None or (now.slot, now.sequence) != (entry.slot, entry.sequence):
                 self._count("superseded")
                 return "superseded"
@@ -179,7 +189,7 @@ class PageStore:
         """
         self._must_write()
         for page in pages:
-            self.require_fit(page)
+            self.geometry.require_fit(page)
         batch = max(_BATCH_BYTES // self.geometry.slot_bytes, 1)
         with self._writing:
             self._mend()
@@ -190,18 +200,9 @@ class PageStore:
         self._count("not_published", len(pages) - done)
         return done
 
-    def require_fit(self, page: Page) -> None:
-        """Raises `ValueError` for a page of another size than this store's, or a key that is not 16 bytes."""
-        nbytes = memoryview(page.payload).nbytes
-        if nbytes != self.geometry.page_bytes or len(page.key) != KEY_BYTES:
-            raise ValueError(
-                f"a page of {nbytes} bytes with a key of {len(page.key)}; this store holds pages of "
-                f"{self.geometry.page_bytes} bytes with keys of {KEY_BYTES}"
-            )
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that pages are wanted, without reading them; in chain order."""
-        entries = self._find_many(keys)
+        entries = self.find_many(keys)
         for entry in (entries[key] for key in reversed(keys) if key in entries):
             self._want(entry)
 
@@ -209,14 +210,14 @@ class PageStore:
         """Remove a page; False if there is none. Raises `ReadOnlyStore`, `sqlite3.Error`."""
         self._must_write()
         with self._writing:
-            entry = self._find_many([key]).get(key)
+            entry = self.find_many([key]).get(key)
             dropped = entry is not None and self._index.drop(entry, None)
             self._recount()
         return dropped
 
     def condemn(self, keys: Sequence[bytes]) -> None:
         """Pages that are intact and yet led to wrong numbers: never read again, and dropped with the next write."""
-        for entry in self._find_many(keys).values():
+        for entry in self.find_many(keys).values():
             self._condemn(entry, CorruptPage("refuted", "numbers computed from it were not finite"))
 
     def entries(self) -> Iterator[Entry]:
@@ -298,7 +299,7 @@ class PageStore:
                 return found.payload
             if found != "superseded":
                 return None
-            entry, raw = self._find_many([key]).get(key), None
+            entry, raw = self.find_many([key]).get(key), None
         self._count("misses")
         return None
 
@@ -445,15 +446,6 @@ class PageStore:
             self._note_index(error)
         return 0
 
-    def _find_many(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        if self._bad_index:
-            return {}
-        try:
-            return self._index.find_many(keys)
-        except sqlite3.Error as error:
-            self._note_index(error)
-            return {}
-
     def _note_index(self, error: sqlite3.Error) -> None:
         self._count("full" if is_full(error) else "index_errors")
         self._bad_index = self._bad_index or is_damage(error)
@@ -480,12 +472,17 @@ class PageStore:
                 self._negative.popitem(last=False)
 
     def _condemn(self, entry: Entry, fault: CorruptPage) -> None:
-        log.warning("%s: page %s in slot %d dropped: %s", self.folder, entry.key.hex(), entry.slot, fault)
         self._remember_failure(entry, _FOREVER)
         with self._small:
-            self.counters.corrupt[fault.reason] = self.counters.corrupt.get(fault.reason, 0) + 1
+            corrupt = self.counters.corrupt
+            corrupt[fault.reason] = corrupt.get(fault.reason, 0) + 1
             if not self.read_only:
                 self._doomed.append((entry, fault.owner))
+            number = sum(corrupt.values())
+        # A broken disk has thousands: the 1st, 10th, 100th and so on are said aloud.
+        level = logging.WARNING if str(number).strip("0") == "1" else logging.DEBUG
+        what = f"page {entry.key.hex()} in slot {entry.slot} {'is not used' if self.read_only else 'is dropped'}"
+        log.log(level, "%s: %s (bad pages so far: %d): %s", self.folder, what, number, fault)
 
     def _must_write(self) -> None:
         if self.read_only:

@@ -139,7 +139,9 @@ def is_no_room(error: OSError) -> bool:
 
 
 def _no_store(folder: Path) -> NotAStore:
-    return NotAStore(f"{folder} holds no store ({FILE_NAME} is missing); give the directory that a writer was started with")
+    below = sorted(str(path.parent) for path in folder.glob(f"*/{FILE_NAME}")) if folder.is_dir() else []
+    way = f"there is one in {', '.join(below)}" if below else "give the directory that a writer was started with"
+    return NotAStore(f"{folder} holds no store ({FILE_NAME} is missing); {way}")
 
 
 def _require_same(file: PageFile, model: bytes | None, page_bytes: int | None, page_tokens: int | None) -> None:

@@ -9,28 +9,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
 from kvist.cache.host_tier import HostTier
 from kvist.cache.page_memory import PageMemory
+from kvist.cache.page_reads import PageReads, PlacedReads
 from kvist.cache.record import HEADER_BYTES, Buffer, Page
 from kvist.cache.store import PageStore
-from kvist.cache.workers import Workers, within
+from kvist.cache.workers import within
 
 _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
-_READERS: Final = 2
-_READ_PAGES: Final = 64
+_FIRST_READ: Final = 64
+"""Pages that a `prefetch` begins to read before it has looked at the others."""
 _FIRST_LOOK: Final = 32
 """Pages that a `get_many` looks for at first."""
-_DIRECT_READERS = 4
-_DIRECT_BYTES = 8 << 20
-_PROVERS = 4
-"""Where pages are read straight to their places: threads that read, bytes that one takes at a time, threads that prove what was
-read meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +112,6 @@ class Tiers:
         self.queue_bytes, self.queued_bytes, self.stage_bytes = queue_bytes, 0, stage_bytes
         self._timeout_s = read_timeout_s
         self._memory: PageMemory | None = None
-        self._read_pages = _READ_PAGES
-        self._provers: Workers | None = None
         self._queue: OrderedDict[bytes, Page] = OrderedDict()
         self._writing: dict[bytes, Page] = {}
         self._doubted = list[bytes]()
@@ -127,7 +121,7 @@ class Tiers:
         self._stage_pages, self._room = stage_bytes // page_bytes, max(stage_bytes, host_bytes) // page_bytes
         self._changed = threading.Condition()
         self._closing = self._hurry = self._ended = False
-        self._readers = Workers(_READERS, "kvist-page-reader") if store is not None else None
+        self._reads = PageReads(store, self._arrived) if store is not None else None
         self._writer: threading.Thread | None = None
         if store is not None and not store.read_only:
             self._writer = threading.Thread(target=self._write_behind, name="kvist-page-writer", daemon=True)
@@ -149,11 +143,7 @@ class Tiers:
                     f"places of {memory.record_bytes} bytes with pages at {memory.page_at}; this store has records of {size} "
                     f"with pages at {HEADER_BYTES}"
                 )
-            assert self._readers is not None
-            self._readers.close()
-            self._readers = Workers(_DIRECT_READERS, "kvist-page-reader")
-            self._provers = Workers(_PROVERS, "kvist-page-prover")
-            self._read_pages = max(1, _DIRECT_BYTES // size)
+            self._reads = PlacedReads(self.store, self._arrived, memory)
         self._memory = memory
 
     def where(self, keys: Sequence[bytes]) -> list[str | None]:
@@ -177,7 +167,7 @@ class Tiers:
         Raises `ValueError` for a page that the store cannot hold.
         """
         if self.store is not None:
-            self.store.require_fit(page)
+            self.store.geometry.require_fit(page)
         page = page._replace(payload=bytes(page.payload) if self._memory is None else self._own(self._memory, page.payload))
         self.host.put(page.key, page.payload)
         with self._changed:
@@ -215,30 +205,34 @@ class Tiers:
     def get_many(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         """`get` for keys in order, with one look at those of them that lie in host memory, or have been read ahead."""
         at, look = 0, _FIRST_LOOK
-        while at < len(keys):
-            # Few first, so that who moves pages begins early; then more at a time.
-            found = self.host.get_run(keys[at : at + look])
-            look *= 2
-            with self._changed:
-                self.counters.host_hits += len(found)
-                for key in keys[at : at + len(found)] if self._staged else ():
-                    self._staged.pop(key, None)
-                at, before = at + len(found), len(found)
-                while at < len(keys) and (payload := self._staged.pop(keys[at], None)) is not None:
-                    found.append(payload)
+        try:
+            while at < len(keys):
+                # Few first, so that who moves pages begins early; then more at a time.
+                found = self.host.peek_run(keys[at : at + look])
+                look *= 2
+                with self._changed:
+                    self.counters.host_hits += len(found)
+                    for key in keys[at : at + len(found)] if self._staged else ():
+                        self._staged.pop(key, None)
+                    at, before = at + len(found), len(found)
+                    while at < len(keys) and (payload := self._staged.pop(keys[at], None)) is not None:
+                        found.append(payload)
+                        at += 1
+                    self.counters.disk_hits += len(found) - before
+                yield from found
+                if not found:
+                    yield self.get(keys[at])
                     at += 1
-                self.counters.disk_hits += len(found) - before
-            yield from found
-            if not found:
-                yield self.get(keys[at])
-                at += 1
+        finally:
+            # Behind all pages, which may be on their way to a card meanwhile.
+            self.host.touch_run(keys[:at])
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Begin to read pages that a request will want, in order, into memory. Returns at once; what is here or on its way
         is left alone, and what there is no room for is skipped and counted."""
-        if self.store is None:
+        if self._reads is None:
             return
-        batch: list[bytes] = []
+        wanted: list[bytes] = []
         with self._changed:
             for key in keys:
                 if key in self._arriving or key in self._staged or self.in_memory(key):
@@ -248,13 +242,11 @@ class Tiers:
                     continue
                 self._arriving[key] = _Coming()
                 self.counters.prefetched += 1
-                batch.append(key)
-                if len(batch) == self._read_pages:
+                wanted.append(key)
+                if len(wanted) == _FIRST_READ:
                     # The disk begins before all keys have been looked at.
-                    self._start_reading(batch)
-                    batch = []
-            if batch:
-                self._start_reading(batch)
+                    self._reads.start(wanted)
+            self._reads.start(wanted[_FIRST_READ:] if len(wanted) >= _FIRST_READ else wanted)
 
     def arriving(self, key: bytes) -> bool:
         """Whether a page is being read ahead right now."""
@@ -339,10 +331,7 @@ class Tiers:
         if self._writer is not None:
             self._writer.join(_until(deadline))
             found += ["a write of pages"] if self._writer.is_alive() else []
-        for threads, name in ((self._readers, "a read of pages"), (self._provers, "a page read again")):
-            if threads is not None and not threads.close(_until(deadline)):
-                found.append(name)
-        return found
+        return found if self._reads is None else [*found, *self._reads.close(_until(deadline))]
 
     def _from_disk(self, key: bytes) -> tuple[memoryview | None, bool]:
         """A page's bytes, and whether the disk was too slow to say."""
@@ -356,7 +345,8 @@ class Tiers:
                 if self._closing:
                     return None, True
                 coming = self._arriving[key] = _Coming()
-                self._start_reading([key])
+                assert self._reads is not None
+                self._reads.start([key])
             if coming is not None:
                 if not self._changed.wait_for(lambda: coming.done, self._timeout_s):
                     return None, True
@@ -376,56 +366,6 @@ class Tiers:
         except MemoryError as error:
             log.warning("a page is kept outside of lent memory: %s", error)
             return memoryview(bytes(payload))
-
-    def _start_reading(self, keys: list[bytes]) -> None:
-        assert self._readers is not None
-        self._readers.submit(self._read, keys)
-
-    def _read(self, keys: list[bytes]) -> None:
-        """Bring pages into memory; who waits for one gets it as soon as it is there."""
-        assert self.store is not None
-        left = deque(keys)
-        try:
-            if self._memory is not None and self._provers is not None:
-                self._read_to_places(self._memory, self._provers, left)
-            for payload in self.store.get_many(list(left)):
-                self._arrived([left.popleft()], [payload])
-        except Exception:
-            log.exception("%s: reading pages ahead ended early; they count as absent", self.store.folder)
-        finally:
-            self._arrived(list(left), [None] * len(left))  # nobody may wait for ever
-
-    def _read_to_places(self, memory: PageMemory, provers: Workers, left: deque[bytes]) -> None:
-        """Read pages to where a card takes them from, and let others prove them while the disk goes on."""
-        assert self.store is not None
-        places = memory.reserve(len(left))
-        pages = memory.pages(places)
-        for first, stop in memory.runs(places):
-            keys, run = [left.popleft() for _ in range(first, stop)], pages[first:stop]
-            try:
-                proved = self.store.read_into(keys, memory.records(places[first], stop - first))
-                provers.submit(self._prove, keys, run, proved)
-            except BaseException:
-                left.extendleft(reversed(keys))
-                raise
-
-    def _prove(self, keys: list[bytes], pages: list[memoryview], proved: Callable[[], int]) -> None:
-        """Hand on pages that prove to be right; those behind the first that does not are read again one by one."""
-        assert self.store is not None
-        left = deque(keys)
-        try:
-            came = proved()
-            here = [left.popleft() for _ in range(came)]
-            self._arrived(here, [page.toreadonly() for page in pages[:came]])
-            if left:
-                self._arrived([left.popleft()], [None])
-            while left:
-                payload = self.store.get(left[0])
-                self._arrived([left.popleft()], [payload])
-        except Exception:
-            log.exception("%s: proving pages read ahead ended early; they count as absent", self.store.folder)
-        finally:
-            self._arrived(list(left), [None] * len(left))  # nobody may wait for ever
 
     def _arrived(self, keys: Sequence[bytes], payloads: Sequence[memoryview | None]) -> None:
         with self._changed:

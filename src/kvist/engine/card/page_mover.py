@@ -98,24 +98,22 @@ class PageMover:
         """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there. Raises
         MemoryError where no memory for places is left."""
         self._let_go()
-        held, ids, size = list[memoryview](), self._numbers(pages), self._first
+        ids, first, size = self._numbers(pages), 0, self._first
+        places = self.memory.reserve(len(pages))
         try:
             with self._lanes() as lanes:
-                while len(held) < len(pages):
-                    lane, part = next(lanes), ids[len(held) : len(held) + size]
+                while first < len(pages):
+                    lane, stop = next(lanes), min(first + size, len(pages))
                     with lane.entered():
-                        staged_RB = lane.device_RB[: len(part)]
-                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[part])
-                        places = self.memory.reserve(len(part))
-                        try:
-                            for places_RB, at in self._runs(places):
-                                places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
-                        finally:
-                            # Making views takes the host as long as the copy the link: they are made meanwhile.
-                            held += self.memory.pages(places)
-                    size = min(2 * size, self.part)
+                        staged_RB = lane.device_RB[: stop - first]
+                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[ids[first:stop]])
+                        for places_RB, at in self._runs(places[first:stop]):
+                            places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                    first, size = stop, min(2 * size, self.part)
         finally:
-            # Whatever happened: places that are let go must not be written to any more.
+            # Making so many views takes the host as long as the copies the link. Whatever happened: places that are let go must
+            # not be written to any more.
+            held = self.memory.pages(places)
             for lane in self.lanes:
                 if lane.stream is not None:
                     lane.stream.synchronize()
