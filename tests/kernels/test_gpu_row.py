@@ -55,6 +55,54 @@ def test_given_experts_of_one_row(experts: int) -> None:
         assert all(torch.equal(given_experts_row(x, ids, weights, bank, limit=10.0), got) for _ in range(20))
 
 
+def _chosen(n: int, experts: int, k: int, kind: str) -> torch.Tensor:
+    """Ids of `n` rows: each its own ("random"), all the first row's ("same"), no expert twice ("distinct"), half in common."""
+    source = torch.Generator("cuda").manual_seed(n)
+    ids = torch.rand(n, experts, device="cuda", generator=source).topk(k, 1).indices
+    if kind == "same":
+        ids = ids[:1].expand(n, k)
+    elif kind == "distinct":
+        ids = torch.randperm(experts, device="cuda", generator=source)[: n * k].view(n, k)
+    elif kind == "half":
+        others = torch.rand(n, experts - k, device="cuda", generator=source).topk(k - k // 2, 1).indices
+        ids = torch.cat([torch.arange(k // 2, device="cuda").expand(n, -1), k + others], 1)
+    return ids.sort(1).values.contiguous()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [(1, "random"), (2, "random"), (2, "same"), (3, "same"), (4, "distinct"), (5, "half"), (6, "random"), (7, "half")]
+    + [(8, kind) for kind in ("random", "same")],
+)
+def test_experts_of_a_few_rows(n: int, kind: str, shared: bool) -> None:
+    """Against sums in float64; the same bits in 20 runs, and for each row alone."""
+    from benchmarks.gpu_weights import Matrices, random_panels, random_rows
+    from kvist.kernels.device import unpack_panels
+    from kvist.kernels.experts import experts
+    from kvist.kernels.experts.few import few_experts
+    from kvist.kernels.experts.gpu import GpuBank
+
+    d, f, count, k = 2560, 1152, 40, 4
+    bank = GpuBank(random_panels("fp4", 2 * f, d, experts=count, paired=True), random_panels("fp4", d, f, experts=count))
+    own = GpuBank(random_panels("fp8", 2 * f, d, paired=True), random_panels("fp8", d, f)) if shared else None
+    x, ids = random_rows(n, d, n), _chosen(n, count, k, kind)
+    weights = torch.rand(n, k, device="cuda", generator=torch.Generator("cuda").manual_seed(n))
+    if n > 2:
+        ids[1, 0] = -1
+    triple = None
+    if own is not None:
+        both = unpack_panels(own.gate_up).bfloat16()
+        triple = (both[0::2], unpack_panels(own.down).bfloat16(), both[1::2])
+    want = experts(x, ids, weights, Matrices(bank.gate_up, bank.down), limit=10.0, form="fp8", shared=triple, impl="wide")
+    got = few_experts(x, ids, weights, bank, own, limit=10.0)
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < 5e-3
+    assert all(torch.equal(few_experts(x, ids, weights, bank, own, limit=10.0), got) for _ in range(20))
+    for row in range(n):
+        part = slice(row, row + 1)
+        assert torch.equal(few_experts(x[part], ids[part], weights[part], bank, own, limit=10.0)[0], got[row])
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (77, 64), (900, 64), (900, 112)])
 def test_experts_of_many_rows(rows: int, width: int) -> None:
     from benchmarks.gpu_weights import random_panels, random_rows
