@@ -23,11 +23,12 @@ PATIENCE_S, SOON_S = 0.2, 10.0
     ("kind", "said"), [("read", "a read of pages"), ("write", "a write of pages"), ("sync", "the store's close")]
 )
 def test_closing_is_bounded_and_says_what_it_waits_for(
-    tmp_path: Path, kind: str, said: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FaultyFiles()
     store = open_store(tmp_path, files=disk)
     assert store.put([page(0)]) == 1
+    monkeypatch.setattr("kvist.cache.tiers.ANSWER_S", PATIENCE_S)
     tiers = Tiers(host_bytes=2 * PAGE_BYTES, store=store, read_timeout_s=PATIENCE_S)
     disk.stuck, disk.stuck_at = threading.Event(), kind
     if kind == "read":

@@ -205,6 +205,22 @@ def test_the_queue_is_bounded() -> None:
     fake.engine.add(ask([9], 4))
 
 
+def test_who_is_cancelled_behind_a_head_that_waits_leaves_the_queue() -> None:
+    """With all its tokens: clients may come and go for as long as the head waits."""
+    fake = scripted(max_running=1, max_waiting=8)
+    fake.engine.add(ask([1], 60))
+    fake.engine.step()
+    head = fake.engine.add(ask([2], 3))
+    queue = fake.engine.scheduler.queue
+    for number in range(30):
+        gone = fake.engine.add(ask([3 + number] * 9, 3, tenant="ab"[number % 2]))
+        fake.engine.step()
+        fake.engine.abort(gone)
+        assert sum(len(line) for level in queue.levels.values() for line in level.values()) == queue.count == 1
+    ends = [event.id for event in drain(fake) if isinstance(event, FinishedEvent) and event.reason == "length"]
+    assert ends == [0, head]
+
+
 def test_cancelling_in_every_state() -> None:
     fake = scripted(max_running=1)
     waiting, running = fake.engine.add(ask([5] * 50, 9)), fake.engine.add(ask([6] * 50, 9))

@@ -23,6 +23,8 @@ from kvist.cache.workers import within
 
 _BATCH_BYTES: Final = 16 << 20
 _LINGER_S: Final = 0.02
+ANSWER_S = 30.0
+"""How long a close waits for calls that are under way at the disk."""
 _FIRST_READ: Final = 64
 """Pages that a `prefetch` begins to read before it has looked at the others."""
 _FIRST_LOOK: Final = 32
@@ -279,7 +281,8 @@ class Tiers:
             self.store.condemn(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first (None waits)."""
+        """Wait until every offered page is written or given up, and on disk; False if `timeout_s` came first (None waits), or the
+        disk has no answer within `ANSWER_S`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             self._hurry = True
@@ -292,13 +295,13 @@ class Tiers:
             done = done and not (self._queue or self._writing)
         if not done or self.store is None:
             return done
-        return within(_until(deadline), self.store.flush, "kvist-page-flush")
+        return within(None if timeout_s is None else ANSWER_S, self.store.flush, "kvist-page-flush")
 
     def close(self, timeout_s: float | None = 30.0) -> bool:
-        """Flush, and then end the threads and close the store, waiting at most `timeout_s` each time (None waits).
+        """Flush, waiting at most `timeout_s` (None waits), then end the threads and close the store.
 
-        False if pages were given up because the time was over, or if the disk owes an answer: then the log says what waits for
-        it, and the store stays open (a file under a running read must not be closed) until that returns or the process ends.
+        False if pages were given up because the time was over, or if the disk owes an answer `ANSWER_S` later: then the log says
+        what waits for it, and the store stays open (a file under a running read must not be closed) until the process ends.
         """
         done = self.flush(timeout_s)
         with self._changed:
@@ -306,7 +309,7 @@ class Tiers:
             self._queue.clear()
             self.queued_bytes = 0
             self._changed.notify_all()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + ANSWER_S
         waiting = self._end_threads(deadline)
         with self._changed:
             for coming in self._arriving.values():
@@ -321,7 +324,7 @@ class Tiers:
             log.error(
                 "%s: the disk has not answered %s within %g s; this process leaves the store open and goes on, and no other can "
                 "write there before this one has ended",
-                self.store.folder, " and ".join(waiting), timeout_s,
+                self.store.folder, " and ".join(waiting), ANSWER_S,
             )  # fmt: skip
         return done and not waiting
 

@@ -168,16 +168,13 @@ class Queue:
         self.count += 1
 
     def head(self) -> Job | None:
-        """The job whose turn it is. Jobs that ended while they waited are dropped here."""
+        """The job whose turn it is."""
         for priority in sorted(self.levels, reverse=True):
             level, heap = self.levels[priority], self._heaps[priority]
             while heap:
                 tenant = self._least(heap)
-                line = level[tenant]
-                while line and line[0].state is State.FINISHED:
-                    line.popleft()
-                if line:
-                    return line[0]
+                if level[tenant]:
+                    return level[tenant][0]
                 heapq.heappop(heap)
                 del level[tenant]
             del self.levels[priority], self._heaps[priority]
@@ -201,7 +198,7 @@ class Queue:
         for priority in sorted(self.levels, reverse=True):
             level = self.levels[priority]
             for tenant in sorted(level, key=lambda name: self.served[name]):
-                yield from (job for job in level[tenant] if job is not head and job.state is not State.FINISHED)
+                yield from (job for job in level[tenant] if job is not head)
 
     def remove(self, job: Job) -> None:
         """Take a waiting job out."""
@@ -288,7 +285,8 @@ class Scheduler:
         if job.state is State.FINISHED:
             return
         if job.state is State.WAITING:
-            self.queue.count -= 1
+            # At once: behind a head that waits for room, ended jobs would pile up with all their tokens.
+            self.queue.remove(job)
         else:
             self._vacate(job, keep=keep)
         job.move(State.FINISHED)
