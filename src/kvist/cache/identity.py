@@ -143,8 +143,14 @@ class Chain:
         words = np.concatenate([np.array(self._tail, dtype=np.uint32), words])
         first = len(self.digests)
         whole = len(words) - len(words) % self.page_tokens
-        for at in range(0, whole, self.page_tokens):
-            self._complete(words[at : at + self.page_tokens])
+        if (words >= _IMAGE).any():
+            for at in range(0, whole, self.page_tokens):
+                self._complete(words[at : at + self.page_tokens])
+        else:
+            # Text alone, of which there may be a million tokens: its bytes are made at once.
+            plain, size = words[:whole].astype(">u4").tobytes(), _WORD * self.page_tokens
+            for at in range(0, len(plain), size):
+                self._add(plain[at : at + size])
         self._tail = words[whole:].tolist()
         return self.digests[first:]
 
@@ -178,7 +184,9 @@ class Chain:
         return self._encode(np.array(self._tail, dtype=np.uint32), number * self.page_tokens)
 
     def _complete(self, words: NDArray[np.uint32]) -> None:
-        content = self._encode(words, len(self.digests) * self.page_tokens)
+        self._add(self._encode(words, len(self.digests) * self.page_tokens))
+
+    def _add(self, content: bytes) -> None:
         self.digests.append(content_digest(self.parent(len(self.digests)), content))
         self.contents.append(content)
 
