@@ -60,6 +60,20 @@ def test_a_bad_setting_s_value_is_not_shown() -> None:
     with pytest.raises(ValueError, match="api_keys") as caught:
         read_settings(api_keys="secretsecret")  # type: ignore[arg-type]
     assert "secretsecret" not in str(caught.value)
+    with pytest.raises(ValueError, match="api_key") as caught:
+        read_settings(api_key="secretsecret")
+    assert "secretsecret" not in str(caught.value)
+
+
+def test_other_bad_values_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"setting port: .*65535, got 70000"):
+        read_settings(port=70000)
+    with pytest.raises(ValueError, match=r"setting deadline_s: .*, got 'nan'"):
+        read_settings(["--deadline-s", "nan"])
+    monkeypatch.setenv("KVIST_SERVE_API_KEYS", "secretsecret")
+    with pytest.raises(ValueError, match=r"api_keys.*written as JSON") as caught:
+        read_settings([])
+    assert "secretsecret" not in str(caught.value)
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -136,7 +137,7 @@ def _with_file(file: Path) -> type[ServerSettings]:
 def read_settings(arguments: list[str] | None = None, *, config: Path | None = None, **values: Any) -> ServerSettings:
     """Settings from flags, environment and a file (`config`, else what KVIST_SERVE_CONFIG names).
 
-    Raises ValueError that names the setting, never its value (it may be a key).
+    Raises ValueError that names the setting and what it was given, but for what may be a key.
     """
     named = os.environ.get(CONFIG_VARIABLE)
     file = config or (Path(named) if named else None)
@@ -147,9 +148,13 @@ def read_settings(arguments: list[str] | None = None, *, config: Path | None = N
     try:
         return kind(**flags, **values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"setting {name or 'host'}: {first['msg'].removeprefix('Value error, ')}") from None
+        # A name that is none may be a misspelt `api_keys`.
+        got = f", got {first['input']!r:.60}" if name in ServerSettings.model_fields and not name.endswith("_keys") else ""
+        raise ValueError(f"setting {name or 'host'}: {first['msg'].removeprefix('Value error, ')}{got}") from None
+    except SettingsError as error:
+        raise ValueError(f'{error}; a list is written as JSON: ["one", "two"]') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no TOML: {error}") from None
 
