@@ -19,7 +19,7 @@ from kvist.engine.sampler import SamplingParams
 from kvist.engine.speculation import FixedPolicy
 from kvist.page_layout import PageLayout
 from tests.equivalence.conftest import toy
-from tests.equivalence.engine_traces import Watched, continuation, judge
+from tests.equivalence.engine_traces import Outcome, Watched, continuation, judge
 from tests.equivalence.lineage import Computed, Witness
 from tests.equivalence.test_engine_replay import ask, prompt_of, serve
 
@@ -55,6 +55,30 @@ def test_rollbacks_of_neighbours_do_not_mix() -> None:
         assert outcome.tokens == truth[which]
         judge(model, outcome)
     assert sum(o.end.usage.accepted_tokens for o in watched.outcomes.values() if o.end) > 10
+
+
+def test_penalties_count_the_drafts_before_a_row() -> None:
+    """SRV-07: a verified row is chosen with the history that plain decoding has there, drafts before it included."""
+    model, truth = toy(0, True), list[int]()
+
+    def propose(jobs):  # type: ignore[no-untyped-def]
+        return [Proposal((truth[jobs[0].new_tokens :] + [4] * 5)[:5], [1.0] * 5)]
+
+    def reply(sampling: SamplingParams, drafts: int) -> Outcome:
+        config = EngineConfig(pages=60, page_tokens=4, max_running=1, replay="exact", speculation=drafts or "off")
+        engine = Engine(model, config, drafter=propose, policy=FixedPolicy(drafts))
+        watched = Watched(engine)
+        watched.add(Request(prompt=prompt_of(9, 1), max_tokens=24, sampling=sampling, ignore_end=True))
+        watched.finish()
+        return watched.outcomes[0]
+
+    penalised = SamplingParams(repetition_penalty=1.5, presence_penalty=1, frequency_penalty=1)
+    truth += reply(penalised, 0).tokens
+    assert truth != reply(SamplingParams(), 0).tokens
+    outcome = reply(penalised, 5)
+    assert outcome.tokens == truth
+    assert outcome.end is not None
+    assert outcome.end.usage.accepted_tokens >= 10
 
 
 def test_fewer_drafts_are_the_first_of_the_whole_block() -> None:
