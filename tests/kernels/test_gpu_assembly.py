@@ -17,7 +17,7 @@ from kvist.kernels.device.panels import Form, pack_fp4_panels, pack_fp8_panels
 from kvist.quant import dequantise_fp4_weight, dequantise_fp8_weight
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-INSTRUCTION = re.compile(r"(and|shl|shr|lop3|mul)\.(\w+)\s+([^;]+);")
+INSTRUCTION = re.compile(r"(and|shl|shr|lop3|mul)\.([\w.]+)\s+([^;]+);")
 
 
 def halves(word: int) -> Tensor:
@@ -43,6 +43,8 @@ def execute(text: str, registers: dict[str, int]) -> dict[str, int]:
         elif operation == "lop3":
             assert sources[3] == "0xEA", "(a & b) | c"
             result = (a & b) | value(sources[2])
+        elif kind == "lo.u32":
+            result = (a * b) & 0xFFFFFFFF
         else:
             assert kind == "bf16x2"
             low, high = (halves(a) * halves(b)).view(torch.int16).tolist()

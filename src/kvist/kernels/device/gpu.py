@@ -23,12 +23,11 @@ JUST_BELOW_TWO = tl.constexpr(1.9999998807907104)
 # $4: two words of four codes; $5 to $8: the factors of the four runs, each for two elements. See FP4_BITS in panels.py.
 _FP4_ASM = tl.constexpr("""
 {
-  .reg .b32 t, s;
+  .reg .b32 t;
   and.b32 t, $4, 0x81C081C0;  mul.bf16x2 $0, t, $5;
   shl.b32 t, $4, 3;  and.b32 t, t, 0x81C081C0;  mul.bf16x2 $1, t, $6;
   shl.b32 t, $4, 6;  and.b32 t, t, 0x81C081C0;  mul.bf16x2 $2, t, $7;
-  shr.u32 t, $4, 4;  and.b32 t, t, 0x00C000C0;  shr.u32 s, $4, 5;  lop3.b32 t, s, 0x01000100, t, 0xEA;
-  shl.b32 s, $4, 1;  lop3.b32 t, s, 0x80008000, t, 0xEA;  mul.bf16x2 $3, t, $8;
+  shr.u32 t, $4, 8;  and.b32 t, t, 0x006C006C;  mul.lo.u32 t, t, 1057;  and.b32 t, t, 0x81C081C0;  mul.bf16x2 $3, t, $8;
 }
 """)
 # $2: two words of two codes; $3 $4: factors of both runs.
@@ -98,7 +97,7 @@ def fp4_values(word, scales, PLAIN: tl.constexpr):
         b0 = w & 0x81C0
         b1 = (w << 3) & 0x81C0
         b2 = (w << 6) & 0x81C0
-        b3 = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
+        b3 = (((w >> 8) & 0x006C) * 1057) & 0x81C0
         return (
             (b0 << 16).to(tl.float32, bitcast=True) * f0, (b1 << 16).to(tl.float32, bitcast=True) * f1,
             (b2 << 16).to(tl.float32, bitcast=True) * f2, (b3 << 16).to(tl.float32, bitcast=True) * f3,

@@ -171,8 +171,7 @@ template <int R> __device__ __forceinline__ u32 spread_run(u32 w) {
   if (R == 0) return w & 0x81C081C0u;
   if (R == 1) return (w << 3) & 0x81C081C0u;
   if (R == 2) return (w << 6) & 0x81C081C0u;
-  u32 v = __byte_perm(w, 0, 0x2301);  // left shifts only, which several units can do
-  return ((v << 4) & 0x00C000C0u) | ((v << 3) & 0x01000100u) | ((v << 9) & 0x80008000u);
+  return (((w >> 8) & 0x006C006Cu) * 1057u) & 0x81C081C0u;  // no terms of the product meet
 }
 template <int R> __device__ __forceinline__ float scale_of(u32 exponents) {
   return __uint_as_float(__byte_perm(exponents, 0, 0x0444 | R << 12) >> 1);

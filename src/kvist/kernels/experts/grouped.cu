@@ -130,7 +130,7 @@ template <int FIRST> __device__ __forceinline__ void expand_runs(u32 (&a)[4][4],
   for (int i = 0; i < 8; i++) {
     u32 w = words[i], p = powers[i & 1], low, high;
     if (FIRST == 0) low = w & 0x81C081C0u, high = (w << 3) & 0x81C081C0u;
-    else low = (w << 6) & 0x81C081C0u, high = ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u) | ((w << 1) & 0x80008000u);
+    else low = (w << 6) & 0x81C081C0u, high = (((w >> 8) & 0x006C006Cu) * 1057u) & 0x81C081C0u;
     a[i >> 2][i & 3] = times(low, factor_of(p, FIRST));
     a[2 + (i >> 2)][i & 3] = times(high, factor_of(p, FIRST + 1));
   }
