@@ -118,6 +118,18 @@ def test_rows_times_weight(
         assert torch.equal(of_row(got, row), of_row(want, 0))
 
 
+@pytest.mark.parametrize("form", rows_module.FORMS)
+def test_forms_have_the_same_bits(form: tuple[int, int], several: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(8)
+    weight, x = fp8(320, 1600), torch.randn(4, 1600).bfloat16()  # 63 chunks a block: rings fill again
+    want = product_rows(x, weight, whole=False, build=several, blocks=2)
+    monkeypatch.setattr(rows_module, "FORMS", (form,))
+    got = product_rows(x, weight, whole=False, build=several, blocks=2)
+    assert isinstance(got, Parts)
+    assert isinstance(want, Parts)
+    assert torch.equal(got.whole(), want.whole())
+
+
 def test_outputs_are_quantised_for_the_next_product(one: Builder, several: Builder) -> None:
     torch.manual_seed(5)
     weight, x = fp8(192, 128), torch.randn(6, 128).bfloat16()

@@ -1,32 +1,32 @@
-"""A layer of two to eight rows in few launches on Hopper: what `Layers` means, by projections and passes over the streams
-whose sums are those of one row (`one_row.py`), so that these do not depend on a row's company.
+"""A layer of two to eight rows in ten launches on Hopper: what `Layers` means, by projections, router and passes over the
+streams whose sums are those of one row (`one_row.py`), so that these do not depend on a row's company.
 
 Must not know buckets, graphs or requests. Shapes as in `layers.py`, N up to 8.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvist.engine.card.layers import Chosen, Layers, Targets
 from kvist.engine.card.one_row import Output
 from kvist.engine.card.places import Places
-from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights
+from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights, MoeWeights
 from kvist.kernels.device.row import Parts, blocks_of, on_hopper
+from kvist.kernels.experts.few import few_experts, takes
 from kvist.kernels.hyper_connections import Mix
-from kvist.kernels.hyper_connections.gpu import Entered
-from kvist.kernels.hyper_connections.hopper import finish_hopper
 from kvist.kernels.hyper_connections.row import MOST_WIDTH, Head, streams_row
 from kvist.kernels.linear.row import Entry
 from kvist.kernels.linear.rows import MOST_RANK, MOST_ROWS, finish_rows, product_of_streams_rows, product_rows
 from kvist.kernels.linear.rows import fits as product_fits
+from kvist.kernels.routing.rows import fits as router_fits
+from kvist.kernels.routing.rows import route_rows
 from kvist.kernels.sparse_attention.gpu import attend_packed
 
 
 def fits(weights: CardWeights, like: Tensor) -> bool:
     """Whether up to `MOST_ROWS` rows of this model run so where `like` lies."""
-    c, w = weights.config, weights.layers[0].attention
+    c, w, moe = weights.config, weights.layers[0].attention, weights.layers[0].moe
     if not on_hopper(like):
         return False
     blocks = blocks_of(like.device)
@@ -34,6 +34,7 @@ def fits(weights: CardWeights, like: Tensor) -> bool:
     return (
         c.hc_mult == 4 and c.dim <= MOST_WIDTH and c.q_lora_rank <= MOST_RANK and c.head_dim <= 512
         and c.q_lora_rank % 64 == 0 and c.head_dim % 64 == 0 and c.o_lora_rank % 64 == 0
+        and router_fits(len(moe.gate), moe.active, c.dim, blocks) and takes(moe.routed, MOST_ROWS, moe.active, moe.shared)
         and all(product_fits(MOST_ROWS, weight, blocks, whole=whole) for weight, whole in products)
     )  # fmt: skip
 
@@ -52,21 +53,13 @@ class FewRows:
         if targets is not None:
             targets.see(layer.spec.index, head.passed.x_NSD)
         y_ND, mix, chosen = self._attention(layer, at, head, chosen)
-        entered = self._whole(self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix))
-        return entered.x_NSD, entered.mix, self.layers.moe(layer.moe, at, entered), chosen
+        head = self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix)
+        y_ND, mix = self._moe(layer.moe, at, head)
+        return head.passed.x_NSD, mix, y_ND, chosen
 
     def _enter(self, w: MixWeights, y_ND: Output, x_NSD: Tensor, mix: Mix) -> Head:
         c = self.config
         return Head(streams_row(y_ND, x_NSD, mix, w.fn), w.base, w.scale, w.norm, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps)
-
-    def _whole(self, head: Head) -> Entered:
-        """Normed and quantised rows, and coefficients, by a launch of their own."""
-        passed, mix, quantised = head.passed, head.empty_mix(), torch.empty_like(head.passed.h_ND)
-        finish_hopper(
-            passed.h_ND, passed.sums, passed.squares, passed.squares.shape[1], head.base_F, head.scale_3, head.norm_D, quantised,
-            mix, iterations=head.iterations, hc_eps=head.hc_eps, norm_eps=head.norm_eps,
-        )  # fmt: skip
-        return Entered(passed.x_NSD, passed.h_ND, quantised, mix)
 
     def _attention(self, layer: LayerWeights, at: Places, head: Head, chosen: Chosen) -> tuple[Parts, Mix, Chosen]:
         c, w, spec = self.config, layer.attention, layer.spec
@@ -92,3 +85,12 @@ class FewRows:
         out = product_rows(narrow_NX, w.out_b, whole=False, near=True)
         assert isinstance(out, Parts)
         return out, mix, chosen
+
+    def _moe(self, w: MoeWeights, at: Places, head: Head) -> tuple[Tensor, Mix]:
+        c = self.config
+        routed = route_rows(
+            head, w.gate, w.bias, w.bias_image, at.text_N, k=w.active, temperature=c.gate_temp, normalise=c.norm_topk_prob,
+            scale=c.route_scale,
+        )  # fmt: skip
+        out_ND = few_experts(routed.quantised_ND, routed.ids_NK, routed.weights_NK, w.routed, w.shared, limit=c.swiglu_limit)
+        return out_ND, routed.mix

@@ -4,7 +4,6 @@
 // here every row has two of its eight, so a product serves four rows. A row's bits are therefore what they are alone. A block holds the
 // inputs of its own chunks. Knows no layers.
 
-static const int STAGES_OF_FOUR = 5, STAGES_OF_EIGHT = 3;  // more rows need room for inputs
 static const int UNITS = 4;  // of a row's inputs that a thread has on their way
 
 enum { ROWS, STREAMS };
@@ -88,48 +87,64 @@ __device__ __forceinline__ void take_rows(const Call& c, u8* x, float* scales, i
   }
 }
 
-// The same of the streams' collapse, normed and quantised on the way; blocks of the first panel write what others read of it.
-// `factors`: a float a row.
+// Four channels a unit of streams' collapses, which a block needs of its chunks; `writes`: others read what becomes of them.
+struct Unit {
+  uint2 in;
+  float4 weight;
+  int row, place;
+  bool writes;
+};
+__device__ __forceinline__ void find_unit(Unit& u, const Call& c, int unit, int first, int held) {
+  u.row = unit / (held * 16);
+  int at = unit - u.row * held * 16, chunk = first % c.chunks + at / 16;
+  u.writes = first + at / 16 < c.chunks;
+  if (chunk >= c.chunks) chunk -= c.chunks;
+  int d = chunk * 64 + at % 16 * 4;
+  u.place = u.row * c.streams.width + d, u.weight = __ldg((const float4*)(c.streams.norm + d));
+}
+
+// The same inputs of streams' collapses, normed and quantised on the way; blocks of the first panel write what others read of it. Calls
+// `wait_for_launch`. `factors`: a float a row.
 __device__ __forceinline__ void take_streams(const Call& c, u8* x, float* scales, float* factors, int first, int held, int thread) {
   const Streams& s = c.streams;
-  for (int row = thread >> 5; row < c.count; row += WARPS) {
+  int all = held * 16 * c.count;
+  Unit units[UNITS];
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) find_unit(units[i], c, min(thread + i * THREADS, all - 1), first, held);
+  wait_for_launch();
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) units[i].in = *(const uint2*)(s.h + units[i].place);
+  int warp = thread >> 5;
+  if (warp < c.count) {
     float total = 0.f;
-    for (int part = thread & 31; part < s.count; part += 32) total += s.squares[row * s.count + part];
-    factors[row] = 1.f / sqrtf(warp_sum(total) / s.width + s.norm_eps);
+    for (int part = thread & 31; part < s.count; part += 32) total += s.squares[warp * s.count + part];
+    factors[warp] = 1.f / sqrtf(warp_sum(total) / s.width + s.norm_eps);
   }
   __syncthreads();
-  int start = first % c.chunks, units = held * 16, all = units * c.count;
 #pragma unroll 1
-  for (int begin = thread; begin < (all + 31) / 32 * 32; begin += THREADS * UNITS) {
-    uint2 v[UNITS];
-    float4 weight[UNITS];
-    int rows[UNITS], places[UNITS];
-    bool writes[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-      int unit = min(begin + i * THREADS, all - 1);
-      rows[i] = unit / units;
-      int at = unit - rows[i] * units, chunk = start + at / 16;
-      writes[i] = first + at / 16 < c.chunks;
-      if (chunk >= c.chunks) chunk -= c.chunks;
-      int d = chunk * 64 + at % 16 * 4;
-      places[i] = rows[i] * s.width + d;
-      v[i] = *(const uint2*)(s.h + places[i]), weight[i] = __ldg((const float4*)(s.norm + d));
-    }
+  for (int begin = thread;;) {
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
       int unit = begin + i * THREADS;
-      float one[4], w[4] = {weight[i].x, weight[i].y, weight[i].z, weight[i].w};
-      four_of(v[i], one);
+      Unit& u = units[i];
+      float one[4], w[4] = {u.weight.x, u.weight.y, u.weight.z, u.weight.w};
+      four_of(u.in, one);
 #pragma unroll
-      for (int e = 0; e < 4; e++) one[e] = rounded(one[e] * factors[rows[i]] * w[e]);
+      for (int e = 0; e < 4; e++) one[e] = rounded(one[e] * factors[u.row] * w[e]);
       float scale = scale_of_group(one);
       if (unit >= all) continue;
       *(uint2*)(x + 8 * unit) = halves_of_four(one, scale);
       if ((unit & 7) == 0) scales[unit / 8] = scale;
-      if (!writes[i]) continue;
-      *(uint2*)(s.normed + places[i]) = make_uint2(bfloat_pair(one[0], one[1]), bfloat_pair(one[2], one[3]));
-      *(uint2*)(s.quantised + places[i]) = quantised_four(one, scale);
+      if (!u.writes) continue;
+      *(uint2*)(s.normed + u.place) = make_uint2(bfloat_pair(one[0], one[1]), bfloat_pair(one[2], one[3]));
+      *(uint2*)(s.quantised + u.place) = quantised_four(one, scale);
+    }
+    begin += THREADS * UNITS;
+    if (begin >= (all + 31) / 32 * 32) break;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+      find_unit(units[i], c, min(begin + i * THREADS, all - 1), first, held);
+      units[i].in = *(const uint2*)(s.h + units[i].place);
     }
   }
 }
@@ -154,9 +169,11 @@ template <int KIND, int GROUPS, int STAGES> __device__ __forceinline__ void rows
 #pragma unroll 1
   for (int s = 0; s < c.ahead; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
   let_next();
-  wait_for_launch();
   if (KIND == STREAMS) take_streams(c, x, scales, factors, first, held, thread);
-  else take_rows(c, x, scales, first, held, thread);
+  else {
+    wait_for_launch();
+    take_rows(c, x, scales, first, held, thread);
+  }
 #pragma unroll 1
   for (int s = c.ahead; s < STAGES; s++, next += WARPS) ring.fill(next < end, c.codes + (i64)next * CODES, lane);
   copies_wait<STAGES>();
@@ -216,18 +233,13 @@ template <int KIND, int GROUPS, int STAGES> __device__ __forceinline__ void rows
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) four_rows(const __grid_constant__ Call c) {
-  rows_product<ROWS, 1, STAGES_OF_FOUR>(c);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) eight_rows(const __grid_constant__ Call c) {
-  rows_product<ROWS, 2, STAGES_OF_EIGHT>(c);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) four_streams(const __grid_constant__ Call c) {
-  rows_product<STREAMS, 1, STAGES_OF_FOUR>(c);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) eight_streams(const __grid_constant__ Call c) {
-  rows_product<STREAMS, 2, STAGES_OF_EIGHT>(c);
-}
+// For up to four rows or eight, with five, four or three chunks of a warp on their way: more rows need room for inputs.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_4_5(const __grid_constant__ Call c) { rows_product<ROWS, 1, 5>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_8_4(const __grid_constant__ Call c) { rows_product<ROWS, 2, 4>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_8_3(const __grid_constant__ Call c) { rows_product<ROWS, 2, 3>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) streams_4_5(const __grid_constant__ Call c) { rows_product<STREAMS, 1, 5>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) streams_8_4(const __grid_constant__ Call c) { rows_product<STREAMS, 2, 4>(c); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) streams_8_3(const __grid_constant__ Call c) { rows_product<STREAMS, 2, 3>(c); }
 
 // What stands between two products: of each row the rank, a window entry, and the coefficients of its streams, a block each.
 extern "C" __global__ void __launch_bounds__(THREADS) finish_rows(const __grid_constant__ Call c) {

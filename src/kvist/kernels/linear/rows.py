@@ -20,6 +20,7 @@ from kvist.kernels.linear.row import (
     MOST_SHARED_BYTES,
     NEAR,
     PIECES_SOURCE,
+    STAGES,
     THREADS,
     WARPS,
     Build,
@@ -32,11 +33,11 @@ from kvist.kernels.linear.row import (
 )
 
 MOST_ROWS = 8
-FOUR = 4
-STAGES_OF_FOUR, STAGES_OF_EIGHT = 5, 3
 MOST_INPUTS = 8192
 MOST_RANK, MOST_WIDTH = 2048, 5120
-KERNELS = ("four_rows", "eight_rows", "four_streams", "eight_streams", "finish_rows")
+FORMS = ((4, 5), (8, 4), (8, 3))
+"""Rows, and chunks that a warp has on their way, of the kernels: the first that rows and a block's inputs leave room for."""
+KERNELS = (*(f"{kind}_{rows}_{stages}" for kind in ("rows", "streams") for rows, stages in FORMS), "finish_rows")
 
 
 def built(device: torch.device) -> dict[str, Kernel]:
@@ -45,25 +46,26 @@ def built(device: torch.device) -> dict[str, Kernel]:
     return kernels(sources, tuple((name, MOST_SHARED_BYTES) for name in KERNELS), device.index or 0)
 
 
-def stages_of(rows: int) -> int:
-    """Chunks that a warp has on their way, at most."""
-    return STAGES_OF_FOUR if rows <= FOUR else STAGES_OF_EIGHT
-
-
-def room_of(rows: int, weight: PanelWeight, share: int) -> int:
+def room_of(rows: int, stages: int, weight: PanelWeight, share: int) -> int:
     """Bytes of shared memory of a block: rings, its inputs and their scales, sums of warps, its scales."""
     panels, chunks = weight.codes.shape[1:3]
     sums = slots_of(panels, chunks, share) * WARPS * rows * 256
-    room = min(WARPS * stages_of(rows), share) * CODES + rows * min(share, chunks) * 136 + 32 + sums + 4 * share
+    room = min(WARPS * stages, share) * CODES + rows * min(share, chunks) * 136 + 32 + sums + 4 * share
     return -(-room // 16) * 16
+
+
+def form_of(rows: int, weight: PanelWeight, share: int) -> tuple[int, int] | None:
+    """The kernel's form for so many rows and blocks of so many chunks, None if there is none."""
+    fitting = (form for form in FORMS if rows <= form[0] and room_of(rows, form[1], weight, share) <= MOST_SHARED_BYTES)
+    return next(fitting, None) if rows > 1 else None
 
 
 def fits(rows: int, weight: PanelWeight, blocks: int, *, whole: bool) -> bool:
     """Whether so many rows and this weight are one launch."""
     plain = weight.form == "fp8" and not weight.paired and weight.experts == 1
     return (
-        plain and not weight.outputs % 64 and not weight.inputs % 64 and weight.inputs <= MOST_INPUTS and 2 <= rows <= MOST_ROWS
-        and room_of(rows, weight, share_of(weight, blocks, whole=whole)) <= MOST_SHARED_BYTES
+        plain and not weight.outputs % 64 and not weight.inputs % 64 and weight.inputs <= MOST_INPUTS
+        and form_of(rows, weight, share_of(weight, blocks, whole=whole)) is not None
     )  # fmt: skip
 
 
@@ -76,10 +78,11 @@ def _launch(
     panels, chunks = weight.codes.shape[1:3]
     blocks = blocks_of(device) if blocks is None else blocks
     share = share_of(weight, blocks, whole=whole)
-    if not fits(rows, weight, blocks, whole=whole):
+    form = form_of(rows, weight, share)
+    if form is None:
         raise ValueError(
             f"{rows} rows for a weight {weight.outputs} x {weight.inputs} in {blocks} blocks: one launch takes 2 to {MOST_ROWS} "
-            f"rows and {MOST_SHARED_BYTES} bytes a block, these need {room_of(rows, weight, share)}; use linear_gpu"
+            f"rows and {MOST_SHARED_BYTES} bytes a block, these need {room_of(rows, FORMS[-1][1], weight, share)}; use linear_gpu"
         )
     shape = (rows, weight.outputs) if whole else (most_parts(chunks, share), rows, weight.outputs)
     out = torch.empty(shape, dtype=torch.bfloat16 if whole else torch.float32, device=device)
@@ -87,11 +90,11 @@ def _launch(
     given = {"codes": weight.codes, "scales": weight.scales, "out" if whole else "out_parts": out} | pointers
     counts = {
         "count": rows, "inputs": weight.inputs, "panels": panels, "chunks": chunks, "share": share, "blocks": used, "groups": 1,
-        "ahead": min(ahead, stages_of(rows)),
+        "ahead": min(ahead, form[1]),
     }  # fmt: skip
     call = Call(**{name: tensor.data_ptr() for name, tensor in given.items()}, **(counts | numbers))
-    kernel = build(device)[("four_" if rows <= FOUR else "eight_") + kind]
-    kernel.launch(call, used, THREADS, overlap=True, shared_bytes=room_of(rows, weight, share))
+    kernel = build(device)[f"{kind}_{form[0]}_{form[1]}"]
+    kernel.launch(call, used, THREADS, overlap=True, shared_bytes=room_of(rows, form[1], weight, share))
     return out if whole else Parts(out, chunks, share)
 
 
@@ -107,7 +110,7 @@ def product_rows(
             f"{panels} panels in {groups} groups, {share} chunks a block: a block would span groups; leave sums whole"
         )
     numbers: dict[str, object] = {"groups": groups, "quantise": int(quantise)}
-    ahead = NEAR if near else STAGES_OF_FOUR
+    ahead = NEAR if near else STAGES
     return _launch("rows", len(x_NI), weight, whole, build, blocks, {"rows": x_NI}, numbers, ahead)
 
 
@@ -120,7 +123,7 @@ def product_of_streams_rows(
         raise ValueError(f"rows of {h.shape[1]} channels for a weight of {weight.inputs} inputs")
     normed, quantised = torch.empty_like(h), torch.empty_like(h)
     streams = head.call(None, normed, quantised)
-    parts = _launch("streams", len(h), weight, False, build, blocks, {}, {"streams": streams}, STAGES_OF_FOUR)
+    parts = _launch("streams", len(h), weight, False, build, blocks, {}, {"streams": streams}, STAGES)
     assert isinstance(parts, Parts)
     return parts, normed, quantised
 
