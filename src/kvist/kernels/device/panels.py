@@ -21,8 +21,8 @@ PANEL = 64
 RUN = 32
 RUNS = {"fp4": 4, "fp8": 2}
 FP4_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (13, 11, 10, 14))
-"""Where a word keeps the sign, two exponent bits and mantissa bit of its four codes. bfloat16 wants them at 15, 8, 7, 6: three runs
-come there by shifts; the last by a shift down by 8 and a product with 1 + 2^5 + 2^10, whose terms do not meet."""
+"""Where a word keeps the sign, two exponent bits and mantissa bit of its four codes. bfloat16 wants them at 15, 8, 7, 6: three
+runs come there by shifts; the last by a shift down by 8 and a product with 1 + 2^5 + 2^10, whose terms do not meet."""
 # A scale and the power of two that turns shifted code bits into values must be one bfloat16 together.
 MOST_SCALE = {"fp4": 128, "fp8": 134}
 NAN_CODE = 0x7F

@@ -9,8 +9,9 @@
 // same bits. All blocks must be on the card at once. Knows no layers.
 
 static const int WARPS = 12;  // that multiply
-static const int TEAM = 6;    // of which so many share a unit's chunks
+static const int TEAM = 3;    // of which so many share a unit's chunks
 static const int TEAMS = WARPS / TEAM;
+static const int NEAR = 2;    // chunks of a warp before a unit's end
 static const int STAGES = 2;
 static const int STAGE = CODES + FP4_SCALES;
 static const int THREADS = 32 * (WARPS + 1);  // one warp tells the others which hidden rows are whole
@@ -46,7 +47,7 @@ enum { EXITS, CLAIMS, READY };
 struct Team {
   u32 counts[MOST_SLOTS + 1];  // warps that have left their sums in a slot; the last is the shared expert's
   u32 turns[MOST_SLOTS + 1];   // units that were done in a slot
-  u32 left;                    // units whose sums are
+  u32 wanted;                  // units that somebody wants to know, or soon will
   u32 claimed;                 // units that are known
   u32 units[CLAIMED];          // the last ones of them
 };
@@ -94,8 +95,11 @@ struct Unit {
   u32 turn;
   int entry, panel, chunks, rows;
   bool up, fp8, there;
-  __device__ __forceinline__ void find(const Call& c, const Work& w, const Shared* own, const Team* team) {
-    while (seen_here(&team->claimed) <= turn) {}
+  __device__ __forceinline__ void find(const Call& c, const Work& w, const Shared* own, Team* team, int lane) {
+    if (seen_here(&team->claimed) <= turn) {
+      if (lane == 0) atomicMax(&team->wanted, turn + 1);
+      while (seen_here(&team->claimed) <= turn) {}
+    }
     take(c, w, own, team->units[turn % CLAIMED]);
   }
   __device__ __forceinline__ void take(const Call& c, const Work& w, const Shared* own, u32 word) {
@@ -156,11 +160,13 @@ struct Reader {
     __syncwarp();
     take();
   }
-  __device__ __forceinline__ void skip(const Call& c, const Work& w, const Shared* own, const Team* team, int lane) {
+  // The next unit is claimed when this one nears its end: whoever claims long before does what others have waited for.
+  __device__ __forceinline__ void skip(const Call& c, const Work& w, const Shared* own, Team* team, int lane) {
+    if (unit.there && place + NEAR * TEAM >= unit.chunks && lane == 0) atomicMax(&team->wanted, unit.turn + 2);
     if (!unit.there || place < unit.chunks) return;
     do {
       place -= unit.chunks, unit.turn++;
-      unit.find(c, w, own, team);
+      unit.find(c, w, own, team, lane);
     } while (unit.there && place >= unit.chunks);
     if (unit.there) open(c, w, own), aim(c, own, lane);
   }
@@ -379,7 +385,7 @@ enum { RUNS, ROWS, WIDE };  // columns are runs of one or two rows, or rows of F
 // A warp's chunks of a unit. `part`: of `TEAM` parts of its chunks; one behind the last has none.
 template <int WAY>
 __device__ __forceinline__ void add_unit(const Call& c, const Work& w, Reader& reader, const Unit& unit, const Shared* own,
-                                         const Team* team, float* room, const u32* turns, u32 turn, int part, int lane) {
+                                         Team* team, float* room, const u32* turns, u32 turn, int part, int lane) {
   const int all = WAY == ROWS ? 4 : 1;
   Sums total[all] = {};
 #pragma unroll 1
@@ -410,7 +416,7 @@ __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& r
   u32 used = 0, wide = 0;  // how often the slot was, and the one of the shared expert's units
 #pragma unroll 1
   for (unit.turn = 0;; unit.turn++) {
-    unit.find(c, w, own, team);
+    unit.find(c, w, own, team, lane);
     if (!unit.there) return;
     int at = unit.fp8 ? MOST_SLOTS : slot;
     float* room = sums + (unit.fp8 ? c.slots : slot * (int)own->most) * ROW_SUMS;
@@ -421,7 +427,7 @@ __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& r
     if (last_of(team->counts + at, lane)) {
       leave(c, w, own, room, unit, lane);
       __syncwarp();
-      if (lane == 0) team->counts[at] = 0, tell_here(turns, (unit.fp8 ? wide : used) + 1), atomicMax(&team->left, unit.turn + 1);
+      if (lane == 0) team->counts[at] = 0, tell_here(turns, (unit.fp8 ? wide : used) + 1);
     }
     for (part -= unit.chunks; part < 0; part += TEAM) {}
     if (unit.fp8) wide++;
@@ -436,8 +442,7 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
       *(float2*)((float*)c.out + (i64)row * c.width + panel * 64 + 2 * lane) = make_float2(0.f, 0.f);
   u32 before = 0;
   if (lane == 0) {
-    // A warp asks for a chunk `TEAM` ahead of the one it multiplies, and has not left that one's unit; one more hides the claim.
-    int whole = 0, shortest = min(c.width, c.hidden_width) / 128, ahead = (TEAM + shortest - 1) / shortest + 2;
+    int whole = 0;
     u32 claimed[TEAMS], last[TEAMS], more = 0;
 #pragma unroll
     for (int t = 0; t < TEAMS; t++) {
@@ -451,7 +456,7 @@ __device__ __forceinline__ void clerk(const Call& c, const Work& w, Shared* own,
 #pragma unroll
       for (int t = 0; t < TEAMS; t++) {
         Team* team = own->teams + t;
-        if (last[t] < w.units && claimed[t] < seen_here(&team->left) + ahead) {
+        if (last[t] < w.units && claimed[t] < seen_here(&team->wanted)) {
           last[t] = TEAMS * gridDim.x + atomicAdd(c.counters + CLAIMS, 1u);
           team->units[claimed[t] % CLAIMED] = unit_word(w, last[t]);
           tell_here(&team->claimed, ++claimed[t]);
@@ -532,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
     return;
   }
   reader.unit.turn = 0;
-  reader.unit.find(c, w, own, team);
+  reader.unit.find(c, w, own, team, lane);
   if (reader.unit.there) {
     if (!early) reader.open(c, w, own);
     reader.aim(c, own, lane);

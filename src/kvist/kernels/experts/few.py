@@ -18,7 +18,7 @@ from kvist.kernels.device.row import CODES, blocks_of, counters
 from kvist.kernels.experts.gpu_bank import GpuBank
 
 WARPS = 12
-TEAM = 6
+TEAM = 3
 STAGES = 2
 THREADS = 32 * (WARPS + 1)
 MOST_ROWS = 8
@@ -27,7 +27,7 @@ MOST_EXPERTS = 1024
 MOST_CHOSEN = 16
 MOST_SLOTS = 8
 CLAIMED = 16
-SLOTS = 12
+SLOTS = 16
 """Rows' sums of units that a team has room for, beside those of a unit of the shared expert."""
 _TEAM_WORDS = 2 * (MOST_SLOTS + 1) + 2 + CLAIMED
 _OWN_WORDS = WARPS // TEAM * _TEAM_WORDS + 32 + 3 * MOST_CHOICES + 3 + MOST_ROWS + MOST_CHOICES * MOST_ROWS // 2

@@ -2,7 +2,8 @@
 
 Two launches behind a plan of tiles (an expert and up to T of its rows): gate+up writes the quantised hidden rows, down writes
 each choice's output and the last program of a row to arrive adds the row's choices in their order, so sums never depend on
-timing. Weights are panels (`device/panels.py`), products exact in bfloat16. Must not know layers.
+timing. Weights are panels (`device/panels.py`), products exact in bfloat16. On Hopper one row, a few and very many have launches
+of their own (`row.py`, `few.py`, `grouped.py`). Must not know layers.
 
 Shapes: N rows, S choices a row, D model width, F expert width, T rows a tile, E experts.
 """
@@ -21,6 +22,8 @@ from kvist.kernels.device.arrivals import arrivals, parts_for, refuse_capture
 from kvist.kernels.device.gpu import begin, fake_fp8_groups, few, let_next, panel_product, rounded, sigmoid
 from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.device.row import blocks_of, on_hopper
+from kvist.kernels.experts.few import few_experts
+from kvist.kernels.experts.few import takes as takes_few
 from kvist.kernels.experts.gpu_bank import GpuBank as GpuBank
 from kvist.kernels.experts.grouped import fits, run_grouped
 from kvist.kernels.experts.row import given_experts_row, takes
@@ -366,9 +369,17 @@ def groups_pay(choices: int, bank: GpuBank) -> bool:
     return choices > LAID_ROWS * bank.gate_up.experts and fits(bank)
 
 
+def _one_launch(x_ND: Tensor, ids_NS: Tensor, bank: GpuBank, form: str | None, shared: GpuBank | None = None) -> bool:
+    """Whether rows are few, but more than one, and the launch for such takes them."""
+    n, s = ids_NS.shape
+    return n > 1 and form == "fp8" and on_hopper(x_ND) and takes_few(bank, n, s, shared)
+
+
 def run_bank(x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, limit: float, form: str | None) -> Tensor:
     """All choices of all rows through one bank, float32 [N,D]."""
     n, choices = len(x_ND), ids_NS.numel()
+    if _one_launch(x_ND, ids_NS, bank, form):
+        return few_experts(x_ND, ids_NS, weights_NS, bank, limit=limit)
     if n == 1 and form == "fp8" and on_hopper(x_ND) and takes(bank, choices, blocks_of(x_ND.device)):
         return given_experts_row(x_ND, ids_NS, weights_NS, bank, limit=limit)
     if groups_pay(choices, bank) and form == "fp8":
@@ -420,6 +431,8 @@ def run_both(
     x_ND: Tensor, ids_NS: Tensor, weights_NS: Tensor, bank: GpuBank, shared: GpuBank, limit: float, form: str | None
 ) -> Tensor:
     """All choices of all rows and the shared expert, summed in float32 and rounded once: bfloat16 [N,D]."""
+    if _one_launch(x_ND, ids_NS, bank, form, shared):
+        return few_experts(x_ND, ids_NS, weights_NS, bank, shared, limit=limit)
     shared_ND = run_shared(x_ND, shared, limit, form)
     if groups_pay(ids_NS.numel(), bank) and form == "fp8":
         return sum_choices(run_grouped(x_ND, ids_NS, weights_NS, bank, limit), ids_NS, shared_ND)
