@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvist.cache import page_file
-from kvist.cache.record import HEADER_BYTES
+from kvist.cache.page_file import BLOCK, HEAD_BYTES
+from kvist.cache.record import HEADER_BYTES, Page
 from kvist.cache.store import PageStore
 from tests.fault.faulty_files import FaultyFiles
 from tests.fault.page_writer import PAGE_BYTES, key, open_store, page, payload
@@ -101,3 +107,58 @@ def test_a_slot_that_was_given_to_another_page_meanwhile(tmp_path: Path, monkeyp
     assert read(store, [*range(COUNT)]) == COUNT
     assert store.counters.superseded == 1
     store.close()
+
+
+class Flags(FaultyFiles):
+    """Counts bytes that came past the page cache; `refuse`: such reads end in EINVAL, as where blocks are larger."""
+
+    refuse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past, self.through, self.direct = 0, 0, set[int]()
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        if flags & os.O_DIRECT and not flags & os.O_WRONLY:
+            self.direct.add(fd)
+        return fd
+
+    def read_into(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        if fd in self.direct and self.refuse:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        came = super().read_into(fd, buffers, offset)
+        self.past += came if fd in self.direct else 0
+        self.through += 0 if fd in self.direct else came
+        return came
+
+
+@pytest.mark.parametrize("way", ["past", "no such mode", "refused", "memory beside a block", "cut"])
+def test_slots_of_whole_blocks_come_past_the_page_cache(tmp_path: Path, way: str) -> None:
+    """Where that cannot be, through it: the bytes are the same."""
+    nbytes, count, disk = 2 * BLOCK - HEADER_BYTES, 9, Flags()
+    disk.no_direct, disk.refuse = way == "no such mode", way == "refused"
+    store = PageStore.open(tmp_path, model=bytes(16), page_bytes=nbytes, page_tokens=4, files=disk)
+    pages = [Page(key(number), random.Random(number).randbytes(nbytes)) for number in range(count)]
+    assert store.put(pages) == count
+    size, keys = store.geometry.slot_bytes, [page.key for page in pages]
+    assert size == 2 * BLOCK
+    if way == "cut":
+        os.truncate(tmp_path / "pages.kv", HEAD_BYTES + count * size - 700)
+    whole = mmap.mmap(-1, (count + 1) * size)
+    begin = 64 if way == "memory beside a block" else 0
+    memory = memoryview(whole)[begin : begin + count * size]
+    came = store.read_into(keys, store.find_many(keys), memory)()
+    assert came == count - (way == "cut")
+    for number in range(came):
+        at = number * size + HEADER_BYTES
+        assert memory[at : at + nbytes] == pages[number].payload
+    if way == "past" and disk.direct:  # a file system may have no such mode
+        assert (disk.past, disk.through) == (count * size, 0)
+    elif way in ("no such mode", "refused"):
+        assert (disk.past, disk.through) == (0, count * size)
+    fds = set(disk.direct)
+    store.close()
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)

@@ -21,9 +21,9 @@ from kvist.cache.record import Buffer
 
 LOG = logging.getLogger(__name__)
 
-PART_BYTES = 32 << 20
-"""Bytes of a part: long enough that the host's work for the next one is hidden, short enough that the last scatter is brief."""
-FIRST_BYTES = 16 << 20
+PART_BYTES = 48 << 20
+"""Bytes of a part: so long that the host's work for the next one is hidden even where processors are slow."""
+FIRST_BYTES = 32 << 20
 """Bytes of the first part, so that the link begins early."""
 
 
@@ -106,7 +106,7 @@ class PageMover:
                     lane, stop = next(lanes), min(first + size, len(pages))
                     with lane.entered():
                         staged_RB = lane.device_RB[: stop - first]
-                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[ids[first:stop]])
+                        torch.index_select(self.pool_PB, 0, ids[first:stop], out=staged_RB[:, self._pages].view(torch.int64))
                         for places_RB, at in self._runs(places[first:stop]):
                             places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
                     first, size = stop, min(2 * size, self.part)
