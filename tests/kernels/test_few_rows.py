@@ -207,7 +207,7 @@ def test_rows_that_do_not_fit_are_refused(several: Builder) -> None:
         product_rows(torch.zeros(2, 128).bfloat16(), fp8(128, 64), groups=2, build=several, blocks=1)
 
 
-@pytest.mark.parametrize(("rows", "d", "experts", "k", "blocks"), [(2, 128, 12, 3, 12), (5, 256, 16, 6, 8), (8, 384, 24, 4, 8)])
+@pytest.mark.parametrize(("rows", "d", "experts", "k", "blocks"), [(2, 128, 12, 3, 12), (5, 256, 4, 2, 8), (8, 384, 24, 4, 8)])
 def test_router_of_rows(
     rows: int, d: int, experts: int, k: int, blocks: int, streams: Builder, router: Builder, alone: Builder
 ) -> None:

@@ -26,17 +26,22 @@ from kvist.kernels.sparse_attention.gpu import attend_packed
 
 def fits(weights: CardWeights, like: Tensor) -> bool:
     """Whether up to `MOST_ROWS` rows of this model run so where `like` lies."""
-    c, w, moe = weights.config, weights.layers[0].attention, weights.layers[0].moe
+    c, w = weights.config, weights.layers[0].attention
     if not on_hopper(like):
         return False
-    blocks = blocks_of(like.device)
+    blocks, drafts = blocks_of(like.device), () if weights.drafts is None else weights.drafts.blocks
     products = ((w.enter, False), (w.query, True), (w.out_a, True), (w.out_b, False))
     return (
         c.hc_mult == 4 and c.dim <= MOST_WIDTH and c.q_lora_rank <= MOST_RANK and c.head_dim <= 512
         and c.q_lora_rank % 64 == 0 and c.head_dim % 64 == 0 and c.o_lora_rank % 64 == 0
-        and router_fits(len(moe.gate), moe.active, c.dim, blocks) and takes(moe.routed, MOST_ROWS, moe.active, moe.shared)
+        and all(_routes(moe, c.dim, blocks) for moe in (weights.layers[0].moe, *(block.moe for block in drafts)))
         and all(product_fits(MOST_ROWS, weight, blocks, whole=whole) for weight, whole in products)
     )  # fmt: skip
+
+
+def _routes(moe: MoeWeights, width: int, blocks: int) -> bool:
+    """Whether router and experts are two launches."""
+    return router_fits(len(moe.gate), moe.active, width, blocks) and takes(moe.routed, MOST_ROWS, moe.active, moe.shared)
 
 
 class FewRows:

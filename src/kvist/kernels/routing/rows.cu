@@ -45,7 +45,7 @@ __device__ __forceinline__ void take_row(uint2 (&in)[D_STEPS], float& squares, c
   squares = 0.f;
   for (int part = thread & 31; part < s.count; part += 32) squares += s.squares[row * s.count + part];
 }
-// A warp's part of the logits of a row; block `row` writes it quantised.
+// A warp's part of the logits of a row, which one block writes quantised.
 __device__ __forceinline__ void score_row(const Call& c, Partial* partial, const uint2 (&in)[D_STEPS], float squares, const float4 (&norm)[D_STEPS],
                                           const uint2 (&gates)[MOST_GATES][D_STEPS], int row, int thread) {
   const Streams& s = c.streams;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void score_row(const Call& c, Partial* partial, const
 #pragma unroll
       for (int e = 0; e < 4; e++) sums[g] += one[e] * gate[e];
     }
-    if (blockIdx.x != row) continue;
+    if (blockIdx.x != row % c.scorers) continue;
     float scale = scale_of_group(one);
     if (d < s.width) *(uint2*)(s.quantised + (i64)row * s.width + d) = quantised_four(one, scale);
   }

@@ -60,9 +60,9 @@ def built(device: torch.device) -> dict[str, Kernel]:
 
 
 def fits(experts: int, k: int, width: int, blocks: int) -> bool:
-    """Whether the kernel takes these sizes for `MOST_ROWS` rows."""
+    """Whether the kernel takes these sizes."""
     most = min(MOST_EXPERTS, MOST_GATES * blocks)
-    return min(experts, blocks) >= MOST_ROWS and experts <= most and k <= min(experts, MOST_CHOSEN) and width <= MOST_WIDTH
+    return k <= min(experts, MOST_CHOSEN) and experts <= most and width <= MOST_WIDTH
 
 
 def route_rows(
@@ -80,7 +80,7 @@ def route_rows(
         most = min(MOST_EXPERTS, MOST_GATES * blocks)
         raise ValueError(
             f"{n} rows of {d} channels, {k} of {experts} experts in {blocks} blocks; this router takes 2 to {MOST_ROWS} rows of "
-            f"up to {MOST_WIDTH} channels and up to {MOST_CHOSEN} of {MOST_ROWS} to {most} experts; use route_gpu"
+            f"up to {MOST_WIDTH} channels and up to {MOST_CHOSEN} of {most} experts; use route_gpu"
         )
     mix, quantised = head.empty_mix(), torch.empty_like(h)
     ids = torch.empty(n, k, dtype=torch.int64, device=device)
