@@ -99,6 +99,33 @@ def test_released_heads(contexts: tuple[int, ...], chunk: int) -> None:
     within([*found, both.compare(both.hits(contexts, hits))], both.run())
 
 
+def test_rows_that_nobody_asks_for_leave_the_same_windows() -> None:
+    """In the last layer only rows whose logits are wanted go on: all others leave the bits that they left before."""
+    from kvist.engine.card.passes import cut, plan_pass
+
+    totals, hits = (21, 27), (16, 24)
+    both = small(totals, 64)
+    both.compare(both.cold(hits))
+    planned = plan_pass(next(cut(both.hits(totals, hits), 64)), both.prefill.bringer.sizes)
+    ends, found = planned.arrays["wanted"], []
+    assert planned.rows[1] > len(ends)
+    for wanted in (np.arange(planned.rows[1]), ends, ends[:0]):
+        planned.arrays["wanted"] = wanted
+        state, bringer = both.state, both.prefill.bringer
+        with torch.inference_mode():
+            state.codes.fill_(7)
+            logits_WV = both.prefill.compute(bringer.derive(planned, bringer.send(planned)))
+        parts = state.codes, state.scales, state.rows.bytes_PB, state.history, *state.tails.values()
+        found.append((logits_WV, [part.clone() for part in parts]))
+    (all_MV, kept), *others = found
+    for _, left in others:
+        assert all(torch.equal(a, b) for a, b in zip(left, kept, strict=True))
+    (ends_WV, _), (none_WV, _) = others
+    off_W = (ends_WV - all_MV[torch.from_numpy(ends).to(DEVICE)]).norm(dim=1) / ends_WV.norm(dim=1)
+    assert off_W.max() < 0.05, off_W  # few rows are multiplied in other tiles
+    assert len(none_WV) == 0
+
+
 @pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
 def test_a_captured_pass_says_what_plain_ones_say() -> None:
     totals, hits = (21, 27), (16, 24)

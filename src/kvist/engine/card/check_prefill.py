@@ -218,7 +218,7 @@ class PrefillBeside(Beside):
             got_MV = torch.cat([self.prefill.compute(self._brought(pieces, every=True)) for pieces in cuts])
         self._routed, off, want, other = [], list[Tensor](), list[Tensor](), list[Tensor]()
         for pieces in cuts:
-            here = self._brought(pieces)
+            here = self._brought(pieces, every=True)
             for layer, before, after in self.reference.layers(pieces):
                 off.append(self._layer(layer, here, before, after))
             *_, (_, _, theirs) = self.other.layers(pieces)

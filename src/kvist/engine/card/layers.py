@@ -37,6 +37,11 @@ class Chosen:
     topk_NK: Tensor | None = None
     pool_NB: Tensor | None = None
 
+    def pick(self, rows_W: Tensor) -> Chosen:
+        """What some of the rows have chosen."""
+        picked = [None if part is None else part[rows_W] for part in (self.topk_NK, self.pool_NB)]
+        return Chosen(source=self.source, topk_NK=picked[0], pool_NB=picked[1])
+
 
 class Targets:
     """What the draft blocks look at of a step's rows, [N, targets*D]: filled layer by layer, and kept in the state."""

@@ -5,8 +5,9 @@ A step has runs of consecutive new tokens, one a request. Must not know weights 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvist.config import ModelConfig
@@ -60,6 +61,29 @@ class Places:
     offset_N: Tensor
     tokens: int
     longest: int | None = None
+
+    def pick(self, rows_W: Tensor) -> Places:
+        """The places of some rows, each scored by itself."""
+
+        def of(table: Table) -> Table:
+            return table[0][rows_W], table[1][rows_W]
+
+        def of_heads(part: Tensor) -> Tensor:
+            return part.unflatten(0, (len(self.slot_N), -1))[rows_W].flatten(0, 1)
+
+        heads, number_W = self.head_rope, torch.arange(len(rows_W), device=rows_W.device, dtype=torch.int32)
+        return replace(
+            self, slot_N=self.slot_N[rows_W], slot_long_N=self.slot_long_N[rows_W], span_N2=self.span_N2[rows_W],
+            cell_N=self.cell_N[rows_W], text_N=self.text_N[rows_W],
+            groups_G2=torch.stack([number_W, torch.ones_like(number_W)], 1),
+            rope={kind: of(table) for kind, table in self.rope.items()},
+            head_rope=None if heads is None else (of_heads(heads[0]), of_heads(heads[1])),
+            visible={ratio: part[rows_W] for ratio, part in self.visible.items()},
+            page={ratio: part[rows_W] for ratio, part in self.page.items()},
+            row={ratio: part[rows_W] for ratio, part in self.row.items()},
+            group_rope={ratio: of(table) for ratio, table in self.group_rope.items()},
+            position_N=self.position_N[rows_W], offset_N=self.offset_N[rows_W],
+        )  # fmt: skip
 
 
 def places_of(rows: CardRows, state: CardState, config: ModelConfig, reach: int) -> Places:

@@ -19,6 +19,7 @@ from kvist.engine.card.brought import Bringer, Half, OnCard
 from kvist.engine.card.device_model import DeviceModel
 from kvist.engine.card.layers import Chosen, enter, wide_product
 from kvist.engine.card.passes import Pass, Piece, Prompt, cut, plan_pass
+from kvist.engine.card.places import Places
 from kvist.engine.card.weights import CompressorWeights, LayerWeights
 from kvist.kernels.engram.gpu import add_memory
 from kvist.kernels.hyper_connections import Mix
@@ -186,10 +187,7 @@ class Prefill:
         entered = self._enter(source, here, here.encoder, flow)
         assert source.attention.compressor is not None, "the decoder half begins with a source"
         self._publish(source, source.attention.compressor, here, entered.h_ND)
-        assert entered.quantised_ND is not None
-        picked = Entered(
-            entered.x_NSD[deep], entered.h_ND[deep], entered.quantised_ND[deep], Mix(*(part[deep] for part in entered.mix))
-        )
+        picked = _picked(entered, deep)
         if not len(deep):
             return Flow(x_NSD=picked.x_NSD, mix=picked.mix, y_ND=None, chosen=Chosen())
         return self._rest(source, here, here.decoder, picked, Chosen(), (), publish=False)
@@ -213,33 +211,40 @@ class Prefill:
         self, layer: LayerWeights, here: OnCard, half: Half, entered: Entered, chosen: Chosen, targets: tuple[Tensor, ...], *,
         publish: bool,
     ) -> Flow:  # fmt: skip
-        """A layer whose attention has been entered."""
+        """A layer whose attention has been entered. In the last one only rows whose logits are wanted go on: others leave
+        what draft blocks look at and their window entries, which come from its input alone."""
+        c, w, at = self.config, layer.attention, half.at
         if self.weights.drafts is not None and layer.spec.index in self.config.dspark_target_layer_ids:
             targets = (*targets, entered.x_NSD.mean(1))
-        y_ND, chosen = self._attention(layer, here, half, entered, chosen, publish=publish)
-        entered = enter(self.config, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
-        y_ND = self.layers.moe(layer.moe, half.at, entered)
+        assert entered.quantised_ND is not None
+        both_NX = linear_gpu(entered.quantised_ND, w.enter, None, 1)
+        window = self._window(layer, half, both_NX[:, c.q_lora_rank :], at.rope[layer.spec.ratio > 0])
+        if publish and w.compressor is not None:
+            self._publish(layer, w.compressor, here, entered.h_ND)
+        rank_NQ = both_NX[:, : c.q_lora_rank]
+        if half is here.decoder and layer is self.weights.layers[-1]:
+            rows = here.wanted
+            at, entered, chosen, rank_NQ = at.pick(rows), _picked(entered, rows), chosen.pick(rows), rank_NQ[rows]
+            if not len(rows):
+                return Flow(x_NSD=entered.x_NSD, mix=entered.mix, y_ND=None, chosen=chosen, targets=targets)
+        y_ND, chosen = self._attention(layer, at, window, entered, rank_NQ, chosen)
+        entered = enter(c, layer.moe_mix, y_ND, entered.x_NSD, entered.mix)
+        y_ND = self.layers.moe(layer.moe, at, entered)
         return Flow(x_NSD=entered.x_NSD, mix=entered.mix, y_ND=y_ND, chosen=chosen, targets=targets)
 
     def _attention(
-        self, layer: LayerWeights, here: OnCard, half: Half, entered: Entered, chosen: Chosen, *, publish: bool
+        self, layer: LayerWeights, at: Places, window: WindowRows, entered: Entered, rank_NQ: Tensor, chosen: Chosen
     ) -> tuple[Tensor, Chosen]:
-        """As `Layers.attention`, with windows in a buffer that holds the pass's rows behind the rings' last entries."""
-        c, w, spec, quantised = self.config, layer.attention, layer.spec, entered.quantised_ND
-        assert quantised is not None
-        both = linear_gpu(quantised, w.enter, None, 1)
-        rank_NQ = rows_gpu(both[:, : c.q_lora_rank], form="fp8", norm=(w.query_norm, c.norm_eps))
+        """As `Layers.attention` behind its first product, with windows in a pass's buffer."""
+        c, w, spec = self.config, layer.attention, layer.spec
+        rank_NQ = rows_gpu(rank_NQ, form="fp8", norm=(w.query_norm, c.norm_eps))
         q_NHC = linear_gpu(rank_NQ, w.query, None, 1).unflatten(1, (c.n_heads, c.head_dim))
-        rope = half.at.rope[spec.ratio > 0]
-        window = self._window(layer, half, both[:, c.q_lora_rank :], rope)
-        if publish and w.compressor is not None:
-            self._publish(layer, w.compressor, here, entered.h_ND)
         if w.indexer is not None:
-            chosen = self.layers.select(w.indexer, spec, half.at, entered.h_ND, rank_NQ, chosen)
+            chosen = self.layers.select(w.indexer, spec, at, entered.h_ND, rank_NQ, chosen)
         pages = None if spec.ratio == 0 or chosen.source is None else self.state.pages[chosen.source]
         out_NHC = attend_packed(
-            q_NHC, window, half.at.span_N2, half.at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
-            window=self.plan.window, rope=rope,
+            q_NHC, window, at.span_N2, at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
+            window=self.plan.window, rope=at.rope[spec.ratio > 0],
         )  # fmt: skip
         return self.layers.out(w, out_NHC), chosen
 
@@ -284,8 +289,18 @@ class Prefill:
 
     def _logits(self, here: OnCard, flow: Flow) -> Tensor:
         """Of the last rows of prompts that end here."""
-        wanted = here.wanted if self.split < len(self.weights.layers) else here.deep[here.wanted]
-        if not len(wanted):
+        if not len(here.wanted):
             return torch.empty(0, self.config.vocab_size, device=self.state.device)
-        assert flow.y_ND is not None
-        return self.model.logits(flow.x_NSD[wanted], Mix(*(part[wanted] for part in flow.mix)), flow.y_ND[wanted])
+        x_NSD, mix, y_ND = flow.x_NSD, flow.mix, flow.y_ND
+        assert y_ND is not None
+        if self.split == len(self.weights.layers):
+            wanted = here.deep[here.wanted]
+            x_NSD, mix, y_ND = x_NSD[wanted], Mix(*(part[wanted] for part in mix)), y_ND[wanted]
+        return self.model.logits(x_NSD, mix, y_ND)
+
+
+def _picked(entered: Entered, rows_W: Tensor) -> Entered:
+    """Some of the rows that entered a sublayer."""
+    x_NSD, h_ND, quantised_ND, mix = entered
+    assert quantised_ND is not None
+    return Entered(x_NSD[rows_W], h_ND[rows_W], quantised_ND[rows_W], Mix(*(part[rows_W] for part in mix)))
