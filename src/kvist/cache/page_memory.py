@@ -113,8 +113,9 @@ class PageMemory:
 
 
 class _Place(ctypes.Array[ctypes.c_ubyte]):
-    """What all views of a place hold on to."""
+    """What all views of a place hold on to. With its number in a slot: of thousands of places each line of memory counts."""
 
+    __slots__ = ("number",)
     _type_ = ctypes.c_ubyte
     _length_ = 0
     number: int
@@ -124,6 +125,7 @@ def _place_type(nbytes: int, gone: Callable[[int], None]) -> type[_Place]:
     """A place of `nbytes` that says its number to `gone` when nobody can see it any more."""
 
     class Place(_Place):
+        __slots__ = ()
         _type_ = ctypes.c_ubyte
         _length_ = nbytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,13 +131,14 @@ class Buffers:
             self.taken.record()
 
 
-def captured(warm: Callable[[], object], work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, after two plain runs of `warm`: operators build and keep what a graph must find."""
+def captured(warm: Callable[[], object], work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, after two plain runs of `warm`: operators build and keep what a graph must find. `pool`: memory that it
+    shares with graphs that never run with it; what each leaves there is taken before another runs."""
     for _ in range(2):
         warm()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return graph
 
@@ -163,6 +164,7 @@ class DeviceModel:
         self.one_row = OneRow(self.layers) if one_row and fits(weights, state.codes) else None
         self.few_rows = FewRows(self.layers) if one_row and few_fit(weights, state.codes) else None
         self.side = torch.cuda.Stream(state.device) if on_card else None
+        self.pool = torch.cuda.graph_pool_handle() if on_card else None
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self._captured: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
 
@@ -266,7 +268,7 @@ class DeviceModel:
         kept = held.input_4M.clone()
         held.input_4M.zero_()
         held.input_4M[2] = self.state.spare
-        graph = captured(lambda: self.step(held, reach, advance=False), lambda: self.step(held, reach, advance))
+        graph = captured(lambda: self.step(held, reach, advance=False), lambda: self.step(held, reach, advance), self.pool)
         held.input_4M.copy_(kept)
         return graph
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvist.engine.card.device_model import BUCKETS, DeviceModel, captured
 from kvist.engine.card.layers import Chosen, wide_product
+from kvist.engine.card.one_row import Output, left
 from kvist.engine.card.places import Places
 from kvist.kernels.best_token.gpu import best_token_gpu
 from kvist.kernels.hyper_connections import Mix
-from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.linear.gpu import linear_gpu
 from kvist.kernels.quantise.gpu import rows_gpu, write_rows
 from kvist.kernels.row_places import RowPlaces, row_places
@@ -101,7 +101,7 @@ class CardDrafts:
         input_3R = torch.zeros(3, requests, dtype=torch.int64, device=self.state.device)
         input_3R[2] = self.state.spare
         made: list[Proposed] = []
-        graph = captured(lambda: self.propose(*input_3R), lambda: made.append(self.propose(*input_3R)))
+        graph = captured(lambda: self.propose(*input_3R), lambda: made.append(self.propose(*input_3R)), self.model.pool)
         return input_3R, made[0], graph
 
     @torch.inference_mode()
@@ -113,11 +113,11 @@ class CardDrafts:
         at, x_NSD = self._places(position_R, slot_R), self.model.streams(ids_RB.flatten())
         first_NS = torch.zeros(len(x_NSD), c.hc_mult, device=x_NSD.device)
         first_NS[:, 0] = 1.0
-        mix, chosen, y_ND = Mix(first_NS, first_NS, first_NS), Chosen(), None
+        mix, chosen = Mix(first_NS, first_NS, first_NS), Chosen()
+        y_ND: Output = None
         for block in self.weights.blocks:
-            x_NSD, mix, y_ND, chosen = self.model.layer(block, at, {}, x_NSD, mix, y_ND, chosen)
-        assert y_ND is not None
-        x_NSD = leave_gpu(y_ND, x_NSD, mix)
+            x_NSD, mix, y_ND, chosen = self.model.step_layer(block, at, {}, x_NSD, mix, y_ND, chosen, None)
+        x_NSD = left(y_ND, x_NSD, mix)
         x_ND = (x_NSD.float() * mix.pre_NS.unsqueeze(2)).sum(1).bfloat16()
         return self._heads(x_ND, first_R)
 

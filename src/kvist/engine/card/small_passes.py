@@ -55,7 +55,6 @@ class SmallPasses:
         self.on_card = prefill.state.device.type == "cuda"
         self._graphs = OrderedDict[Key, _Captured]()
         self._seen, self._refused = set[Key](), set[Key]()
-        self._pool = torch.cuda.graph_pool_handle() if self.on_card else None
 
     def run(self, planned: Pass) -> tuple[Tensor, Tensor]:
         """float32 logits [W,V] of a pass's wanted rows, and which of its rows are finite, bool [N]; both the caller's own."""
@@ -84,8 +83,8 @@ class SmallPasses:
         return logits_WV, self.prefill.finite_N
 
     def _capture(self, key: Key, fitted: Pass) -> _Captured | None:
-        """A graph of a room whose launches have run before, None where that cannot be had. Rooms share memory: their graphs never
-        run at once."""
+        """A graph of a room whose launches have run before, None where that cannot be had. It shares its memory with all
+        graphs of the model."""
         flat = self.bringer.send(fitted)
         torch.cuda.synchronize(self.prefill.state.device)
         while len(self._graphs) >= MOST_GRAPHS:
@@ -93,7 +92,7 @@ class SmallPasses:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads read and pin pages meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.model.pool, capture_error_mode="thread_local"):
                 logits_RV = self.prefill.compute(self.bringer.derive(fitted, flat))
         except RuntimeError as error:
             LOG.warning("card: passes of %s are launched, not captured: %s", key[0], error)
