@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from kvist.cache.identity import image_content
 from kvist.config import ModelConfig, VisionConfig, replace
-from kvist.engine.budget import EngineConfig
+from kvist.engine.budget import EngineConfig, plan_memory
+from kvist.engine.card.cost import GRAPH_ROOM, graph_bytes, pass_bytes
+from kvist.engine.card.page_mover import PART_BYTES, PageMover
 from kvist.engine.engine import Engine
+from kvist.engine.errors import BudgetTooSmall
+from kvist.engine.executor import device_needs
 from kvist.engine.request import ImageInput, Request
 from kvist.model.initialise import random_model
 from kvist.model.numerics import Numerics
@@ -108,3 +113,39 @@ def test_a_step_stays_within_the_plan(config: ModelConfig, impl: str, length: in
         del workspace["scores"]  # native code's own, not tensors
     peak, planned = most_alive(engine, requests), sum(workspace.values())
     assert planned / 4 < peak <= planned, f"{peak:,} bytes were alive, planned {workspace}"
+
+
+def test_what_a_device_takes_besides_is_planned_and_printed() -> None:
+    layout = Engine(random_model(TINY, Numerics(), 0), EngineConfig(pages=4)).plan.layout
+    budget = EngineConfig(memory_bytes=40 << 20, max_running=2)
+    alone = plan_memory(TINY, budget, dtype_bytes=2)
+    more = plan_memory(TINY, budget, dtype_bytes=2, more={"page staging": 5 << 20, "graphs": 3 << 20})
+    assert alone.pages - more.pages in {(8 << 20) // layout.page_bytes, -(-(8 << 20) // layout.page_bytes)}
+    assert budget.memory_bytes is not None
+    assert more.total_bytes <= budget.memory_bytes
+    for line in ("page staging      5,242,880 B", "graphs            3,145,728 B"):
+        assert " ".join(line.split()) in " ".join(more.render().split())
+    with pytest.raises(BudgetTooSmall):
+        plan_memory(TINY, budget, dtype_bytes=2, more={"graphs": 64 << 20})
+
+
+@pytest.mark.parametrize("tiers", [True, False])
+def test_staging_of_pages_that_move_is_what_a_card_needs_beside_a_plain_model(tiers: bool) -> None:
+    card = SimpleNamespace(embed=SimpleNamespace(weight=torch.empty(0, device="meta")), numerics=Numerics())
+    assert device_needs(cast("Transformer", card), EngineConfig(pages=4), tiers=tiers) == {}
+    card.embed.weight = SimpleNamespace(device=torch.device("cuda"))
+    needs = device_needs(cast("Transformer", card), EngineConfig(pages=4), tiers=tiers)
+    pool_PB = torch.empty(PART_BYTES // 4096 + 100, 4096, dtype=torch.uint8)
+    assert needs == ({"page staging": PageMover(pool_PB).nbytes} if tiers else {})
+
+
+def test_graphs_of_a_card_take_the_widest_and_the_logits_of_all() -> None:
+    slim = preset("v41-flash-slim")
+    few = graph_bytes(slim, requests=(1,), rows=1, passes=32, widest=768, ends=8)
+    logit = 4 * slim.vocab_size
+    assert few["step logits"] == logit
+    assert few["graphs"] == pytest.approx(GRAPH_ROOM * pass_bytes(slim, 768) + 32 * 8 * logit)
+    many = graph_bytes(slim, requests=(1, 2, 4, 64), rows=6, passes=32, widest=160, ends=8)
+    assert many["step logits"] == 71 * 21 * logit
+    drafts = 71 * slim.dspark_block_size * logit
+    assert many["graphs"] == pytest.approx(GRAPH_ROOM * pass_bytes(slim, 64 * 6) + 32 * 8 * logit + drafts)

@@ -6,7 +6,9 @@ Sizes follow from the layer plan and the page layout; design section 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvist.config import ModelConfig
 from kvist.engine.errors import BudgetTooSmall
@@ -159,8 +161,13 @@ def _workspace(config: ModelConfig, engine: EngineConfig, verify_rows: int, cont
     }
 
 
-def plan_memory(config: ModelConfig, engine: EngineConfig, *, dtype_bytes: int) -> MemoryPlan:
-    """Pages, slots and workspace for a budget. Raises BudgetTooSmall if not even one request fits, ValueError for limits."""
+def plan_memory(
+    config: ModelConfig, engine: EngineConfig, *, dtype_bytes: int, more: Mapping[str, int] = MappingProxyType({})
+) -> MemoryPlan:
+    """Pages, slots and workspace for a budget; `more`: what the device takes besides, in bytes by name (`executor.device_needs`).
+
+    Raises BudgetTooSmall if not even one request fits, ValueError for limits.
+    """
     check_replay(config.plan, engine.replay)
     layout = PageLayout.of(config, engine.page_tokens)
     drafts = engine.drafts(config)
@@ -171,10 +178,11 @@ def plan_memory(config: ModelConfig, engine: EngineConfig, *, dtype_bytes: int) 
         raise ValueError(f"context {wanted} must lie in 1..{config.max_seq_len}, the model's own")
     if engine.pages is not None:
         pages = engine.pages
-        workspace = _workspace(config, engine, rows, min(wanted, max(0, pages) * layout.page_tokens), dtype_bytes)
+        reach = min(wanted, max(0, pages) * layout.page_tokens)
+        workspace = _workspace(config, engine, rows, reach, dtype_bytes) | dict(more)
     else:
         assert engine.memory_bytes is not None
-        workspace = _workspace(config, engine, rows, wanted, dtype_bytes)
+        workspace = _workspace(config, engine, rows, wanted, dtype_bytes) | dict(more)
         left = engine.memory_bytes - engine.max_running * slot - sum(workspace.values())
         pages = min(max(0, left) // layout.page_bytes, engine.max_running * -(-wanted // layout.page_tokens) * 64)
     least = 1 if engine.context is None else -(-engine.context // layout.page_tokens)

@@ -22,7 +22,7 @@ from kvist.engine.acceptance import Wanted, choices
 from kvist.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from kvist.engine.drafter import BlockDrafter, Drafter, proposals
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
-from kvist.engine.executor import executor
+from kvist.engine.executor import device_needs, executor
 from kvist.engine.metrics import Metrics
 from kvist.engine.page_bytes import page_bytes
 from kvist.engine.pages import Pages
@@ -79,7 +79,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
-        self.plan: MemoryPlan = plan_memory(model.config, config, dtype_bytes=model.numerics.dtype.itemsize)
+        self.plan: MemoryPlan = plan_memory(
+            model.config, config, dtype_bytes=model.numerics.dtype.itemsize,
+            more=device_needs(model, config, tiers=tiers is not None),
+        )  # fmt: skip
         size = self.plan.layout.page_tokens
         if tiers is not None and tiers.store is not None and fingerprint is None:
             raise ValueError("pages on disk outlive the process, so the model must be named: give its fingerprint")

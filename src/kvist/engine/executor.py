@@ -107,6 +107,20 @@ def executor(model: Transformer, config: EngineConfig, plan: MemoryPlan) -> tupl
     return memory, runner
 
 
+def device_needs(model: Transformer, config: EngineConfig, *, tiers: bool) -> dict[str, int]:
+    """Bytes by name that a card holds beside pages, slots and a step's workspace: graphs, and staging of pages that move."""
+    if model.embed.weight.device.type != "cuda":
+        return {}
+    from kvist.engine.card.page_mover import PART_BYTES
+
+    needs = {"page staging": 2 * PART_BYTES} if tiers else {}
+    if model.numerics.impl == "gpu" and lacks(model) is None:
+        from kvist.engine.card.serving import graph_needs
+
+        needs |= graph_needs(model.config, config)
+    return needs
+
+
 def lacks(model: Transformer) -> str | None:
     """Why a model's steps cannot run on the card's own runner, None if they can."""
     if model.config.vision is not None:

@@ -14,7 +14,7 @@ from kvist.engine.budget import EngineConfig, plan_memory
 from kvist.engine.card.device_model import Batch
 from kvist.engine.card.passes import Pass, Prompt, cut, plan_pass
 from kvist.engine.card.serving import CardExecutor
-from kvist.engine.executor import executor
+from kvist.engine.executor import device_needs, executor
 from kvist.engine.replay import Replay, replay_span
 from kvist.engine.session import Progress, Sequence
 from kvist.model.transformer import Transformer
@@ -34,7 +34,8 @@ class CardSession:
         """
         pages = -(-tokens // model.plan.page_tokens)
         config = EngineConfig(pages=pages, context=tokens, max_running=1, speculation="off")
-        plan = plan_memory(model.config, config, dtype_bytes=model.numerics.dtype.itemsize)
+        needs = device_needs(model, config, tiers=False)
+        plan = plan_memory(model.config, config, dtype_bytes=model.numerics.dtype.itemsize, more=needs)
         memory, runner = executor(model, config, plan)
         if not isinstance(runner, CardExecutor):
             return None

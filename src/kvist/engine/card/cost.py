@@ -5,6 +5,7 @@ Floors are bytes over the card's read bandwidth. Must not know how a step is com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.config import ModelConfig
@@ -12,6 +13,8 @@ from kvist.page_layout import PageLayout
 
 FP8, FP4, BF16, F32 = 1 + 1 / 1024, 0.5 + 1 / 32, 2.0, 4.0
 """Bytes a weight, scales included (one for 32 x 32, one for 1 x 32)."""
+GRAPH_ROOM = 1.5
+"""What graphs of many sizes take in their one memory, of what the widest needs alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +128,16 @@ def replay_rows(c: ModelConfig, hits: int, suffix: int) -> tuple[tuple[int, int]
     """Rows of the encoder and of the decoder half: of hits whose windows are rebuilt, and of hits that have them."""
     window = c.plan.window
     return (hits * (window + suffix), hits * window), (hits * suffix, hits * min(suffix, window))
+
+
+def graph_bytes(c: ModelConfig, *, requests: Sequence[int], rows: int, passes: int, widest: int, ends: int) -> dict[str, int]:
+    """Device bytes that captured steps and passes hold, by name, when all that may be captured are.
+
+    Steps come for each of the numbers `requests` with 1 to `rows` rows a request, and drafts where `rows` is above 1; `passes` of
+    them are kept, of at most `widest` rows and `ends` logits. All graphs share one memory, as wide as the widest; beside it lie
+    the logits that each leaves.
+    """
+    logit, total = c.vocab_size * 4, sum(requests)
+    left = passes * ends + (total * c.dspark_block_size if rows > 1 else 0)
+    working = GRAPH_ROOM * pass_bytes(c, max(widest, max(requests) * rows))
+    return {"graphs": int(working) + left * logit, "step logits": total * rows * (rows + 1) // 2 * logit}

@@ -18,11 +18,14 @@ from torch import Tensor
 from kvist.checkpoint.expert_bank import ExpertStore
 from kvist.checkpoint.reads import ReadFailed
 from kvist.checkpoint.tables import EngramTable
+from kvist.config import ModelConfig
 from kvist.engine.batch import FeatureCache
-from kvist.engine.card import passes
+from kvist.engine.budget import EngineConfig
+from kvist.engine.card import cost, passes
 from kvist.engine.card.device_model import BUCKETS, Batch, DeviceModel
 from kvist.engine.card.draft import CardDrafts
-from kvist.engine.card.small_passes import SmallPasses, WatchedPrefill
+from kvist.engine.card.rooms import ROWS, RUNS
+from kvist.engine.card.small_passes import MOST_GRAPHS, SmallPasses, WatchedPrefill
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import CardWeights
 from kvist.engine.replay import replay_span
@@ -213,6 +216,16 @@ class CardExecutor:
                 positions.append(position)
             self._filled[slot] = (job.admitted, stop)
         self.blocks.fill(slots, positions)
+
+
+def graph_needs(config: ModelConfig, engine: EngineConfig) -> dict[str, int]:
+    """Device bytes of what an engine's steps and passes may capture, by name."""
+    most = min(engine.max_running, BUCKETS[-1])
+    requests = [bucket for number, bucket in enumerate(BUCKETS) if not number or BUCKETS[number - 1] < most]
+    widest = next((rows for rows in ROWS if rows >= max(engine.step_cost, engine.mixed_cost)), ROWS[-1])
+    return cost.graph_bytes(
+        config, requests=requests, rows=1 + engine.drafts(config), passes=MOST_GRAPHS, widest=widest, ends=RUNS[-1]
+    )
 
 
 def _slot(job: Job) -> int:
