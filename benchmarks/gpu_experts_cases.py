@@ -144,7 +144,7 @@ def cases(options: Options, *, sweep: bool) -> Iterator[TimedCase]:
     """A case a number of rows."""
     bank = GpuBank(random_panels("fp4", 2 * F, D, experts=EXPERTS, paired=True), random_panels("fp4", D, F, experts=EXPERTS))
     products = None if sweep else humming_products(bank)
-    for rows in (1, 64) if options.quick else (1, 6, 16, 64, 512, 4096):
+    for rows in (1, 64) if options.quick else (1, 2, 4, 6, 8, 16, 64, 512, 4096):
         made = batches(rows)
         nbytes, flops = cost(made)
         floor = floor_us(nbytes, flops)
