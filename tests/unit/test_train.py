@@ -28,7 +28,7 @@ from kvist.train.export import checkpoint_values, export
 from kvist.train.loop import Recipe, Run, Team, leaves, train, train_step
 from kvist.train.loss import Share, contribute
 from kvist.train.network import Mode, Network
-from kvist.train.optimiser import Loads, Optimiser, orthogonalise
+from kvist.train.optimiser import Loads, Optimiser, clip, orthogonalise
 from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, copy_row
 from kvist.train.shapes import Batch, Geometry
 from kvist.train.weights import Weights, released, stacked, start_values, storages, working_weights
@@ -276,6 +276,54 @@ def test_muon_orthogonalises_each_matrix() -> None:
     singular = torch.linalg.svdvals(orthogonalise(x))
     assert float(singular.min()) > 0.5
     assert float(singular.max()) < 1.4
+
+
+def test_gradients_are_clipped_by_their_joint_norm() -> None:
+    weights = {name: torch.zeros(2, requires_grad=True) for name in "ab"}
+    for limit, left in ((1.3, 0.1), (13.1, 1.0)):
+        weights["a"].grad, weights["b"].grad = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 12.0])
+        assert clip(weights, limit).item() == pytest.approx(13)
+        torch.testing.assert_close(weights["a"].grad, left * torch.tensor([3.0, 4.0]))
+        torch.testing.assert_close(weights["b"].grad, left * torch.tensor([0.0, 12.0]))
+
+
+def test_adamw_is_torchs_with_a_rate_and_a_decay_a_weight() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ours = {
+        name: torch.randn(6, generator=draw, requires_grad=True) for name in ("norm.weight", "hc_head_base", "layers.0.x_scale")
+    }
+    theirs = {name: w.detach().clone().requires_grad_() for name, w in ours.items()}
+    optimiser = Optimiser(CONFIG, ours)
+    assert sorted(optimiser.adam_names) == sorted(ours)
+    groups = [
+        {"params": [theirs[name]], "lr": 0.01 * scale, "weight_decay": decay}
+        for name, scale, decay in (("norm.weight", 1.0, 0.1), ("hc_head_base", 1.0, 0.0), ("layers.0.x_scale", 0.3, 0.0))
+    ]
+    peer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-12)
+    for _ in range(3):
+        for name in ours:
+            theirs[name].grad = torch.randn(6, generator=draw)
+            ours[name].grad = theirs[name].grad.clone()
+        optimiser.step(0.01)
+        peer.step()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name])
+
+
+def test_muon_moves_by_nesterov_momentum_and_decays() -> None:
+    """W - rate * (0.18 sqrt(max(out, in)) orth(0.05 g + 0.95 m) + 0.1 W) with m a running mean of 0.05 g."""
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(4, 6, generator=draw, requires_grad=True)
+    others = {"norm.weight": torch.ones(6, requires_grad=True)}
+    optimiser = Optimiser(CONFIG, {"layers.0.attn.wq_a.weight": weight, **others}, muon_ratio=2.0)
+    expected, momentum = weight.detach().clone(), torch.zeros(4, 6)
+    for _ in range(3):
+        weight.grad = torch.randn(4, 6, generator=draw)
+        momentum = 0.95 * momentum + 0.05 * weight.grad
+        update = orthogonalise((0.05 * weight.grad + 0.95 * momentum)[None])[0]
+        expected = expected - 0.02 * (0.18 * 6**0.5 * update + 0.1 * expected)
+        optimiser.step(0.01)
+        torch.testing.assert_close(weight.detach(), expected)
 
 
 def test_every_weight_has_one_rule() -> None:
