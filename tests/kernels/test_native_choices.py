@@ -202,6 +202,11 @@ def test_plain_architecture_builds_and_bad_sources_are_named(tmp_path, monkeypat
         build.build(compiler, tmp_path / "bad.so")
 
 
+def test_a_compiler_that_fails_without_words_is_named(tmp_path):
+    with pytest.raises(build.NativeBuildError, match=r"(?s)false cannot build the native operators.*without a word"):
+        build.build("false", tmp_path / "none.so")
+
+
 def test_the_library_name_depends_on_sources_and_flags(monkeypatch):
     compiler = build.find_compiler()
     before = build.digest(compiler)

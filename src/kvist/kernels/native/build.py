@@ -136,7 +136,7 @@ def _compile_and_link(command: list[str], scratch: Path, target: Path) -> str:
         running.append(subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True))
     failures = [process.communicate()[1] for process in running]
     if any(process.returncode for process in running):
-        return "\n".join(failure for failure in failures if failure)
+        return "\n".join(failure for failure in failures if failure) or "the compiler failed without a word"
     objects = [str(scratch / f"{source.stem}.o") for source in sorted(FOLDER.glob("*.c"))]
     link = [*command, "-shared", *objects, "-o", str(target), "-lm"]
     result = subprocess.run(link, capture_output=True, text=True, check=False)
