@@ -26,7 +26,7 @@ from kvist.train.drafting import train_draft
 from kvist.train.evaluate import documents, windows
 from kvist.train.export import checkpoint_values, export
 from kvist.train.loop import Recipe, Run, Team, leaves, train, train_step
-from kvist.train.loss import Share, contribute
+from kvist.train.loss import Share, contribute, sequence_balance
 from kvist.train.network import Mode, Network
 from kvist.train.optimiser import Loads, Optimiser, clip, orthogonalise
 from kvist.train.sampling import Corpus, Mixture, Recall, Sampler, copy_row
@@ -278,6 +278,17 @@ def test_muon_orthogonalises_each_matrix() -> None:
     assert float(singular.max()) < 1.4
 
 
+def test_balance_of_two_sequences() -> None:
+    """Mean over sequences of sum_e (E / K) f_e P_e: 1 where all is even, E / K where all goes to the same K experts."""
+    even = torch.tensor([[True, False], [False, True]])
+    assert sequence_balance(even, torch.ones(2, 2), 1).item() == pytest.approx(1.0)
+    alone = torch.tensor([[True, False], [True, False]])
+    assert sequence_balance(alone, torch.tensor([[1.0, 0.0], [3.0, 0.0]]), 1).item() == pytest.approx(2.0)
+    both = torch.cat([even, alone]), torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 3.0], [3.0, 1.0]])
+    assert sequence_balance(*both, 2).item() == pytest.approx((1.0 + 1.0) / 2)
+    assert sequence_balance(*both, 1).item() == pytest.approx(1.5 * 0.5 + 0.5 * 0.5)
+
+
 def test_gradients_are_clipped_by_their_joint_norm() -> None:
     weights = {name: torch.zeros(2, requires_grad=True) for name in "ab"}
     for limit, left in ((1.3, 0.1), (13.1, 1.0)):
@@ -330,7 +341,12 @@ def test_every_weight_has_one_rule() -> None:
     weights = backbone_leaves()
     optimiser = Optimiser(CONFIG, weights)
     assert sorted([*optimiser.shapes, *optimiser.adam_names]) == sorted(n for n, w in weights.items() if w.requires_grad)
-    assert optimiser.shapes["layers.2.attn.wq_b.weight"][0] == CONFIG.n_heads
+    heads = {name.partition(".attn.")[2] or name: shape[0] for name, shape in optimiser.shapes.items() if ".experts." not in name}
+    assert heads["wq_b.weight"] == CONFIG.n_heads
+    assert heads["indexer.wq_b.weight"] == CONFIG.index_n_heads
+    assert heads["wo_a.weight"] == CONFIG.o_groups
+    assert heads["layers.1.engram.wkv.weight"] == CONFIG.hc_mult + 1
+    assert heads["wo_b.weight"] == 1
     assert {"embed.weight", "head.weight", "layers.1.engram.embed.weight"} <= set(optimiser.adam_names)
     assert not any(name.endswith(("gate.bias", "gate.bias_vl")) for name in optimiser.weights)
 
