@@ -1,7 +1,8 @@
-"""Cases of `gpu-linear` (imported only where Triton is): released FP8 projections for one, 16, 64 and 4,096 rows.
+"""Cases of `gpu-linear` (imported only where Triton is): released FP8 projections for one to 4,096 rows.
 
-Weights are rotated so that L2 holds none; the peer, cuBLAS on bfloat16, reads twice our bytes and decodes nothing. One row on
-Hopper is what a decode step runs (`linear/row.cu`): sums stay in parts where whole panels would not fill the card evenly.
+Weights are rotated so that L2 holds none; the peer, cuBLAS on bfloat16, reads twice our bytes and decodes nothing. One row to
+eight on Hopper are what decode steps run (`linear/row.cu`, `rows.cu`): sums stay in parts where whole panels would not fill the
+card evenly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvist.kernels.device.pages import multiprocessors
 from kvist.kernels.device.row import Parts, on_hopper
 from kvist.kernels.linear.gpu import ONE, Cut, cut_for, linear_gpu, product_gpu
 from kvist.kernels.linear.row import product_row
+from kvist.kernels.linear.rows import fits, product_rows
 
 SHAPES = {
     "wq_a + wkv": (1792, 5120, 1),
@@ -43,11 +45,13 @@ def chosen(groups: int, rows: int) -> Callable[[tuple[Tensor, PanelWeight]], Ten
 
     def run(item: tuple[Tensor, PanelWeight]) -> Tensor | Parts:
         x_NI, weight = item
-        if rows > 1 or not on_hopper(x_NI):
-            return linear_gpu(x_NI, weight, None, groups)
         panels, blocks = weight.codes.shape[1], multiprocessors(x_NI.device)
-        even = panels > 0.9 * blocks * -(-panels // blocks)
-        return product_row(x_NI, weight, groups=groups, whole=even or groups > 1)
+        whole = groups > 1 or panels > 0.9 * blocks * -(-panels // blocks)
+        if rows == 1 and on_hopper(x_NI):
+            return product_row(x_NI, weight, groups=groups, whole=whole)
+        if on_hopper(x_NI) and fits(rows, weight, blocks, whole=whole):
+            return product_rows(x_NI, weight, groups=groups, whole=whole)
+        return linear_gpu(x_NI, weight, None, groups)
 
     return run
 
@@ -103,5 +107,5 @@ def case(name: str, shape: tuple[int, int, int], rows: int) -> TimedCase:
 def build(options: Options) -> Iterator[TimedCase]:
     """Every projection at every number of rows; quick: two projections, one row."""
     for name, shape in list(SHAPES.items())[: 2 if options.quick else None]:
-        for rows in (1,) if options.quick else (1, 16, 64, 4096):
+        for rows in (1,) if options.quick else (1, 2, 4, 8, 16, 64, 4096):
             yield case(name, shape, rows)
