@@ -61,6 +61,7 @@ def test_restored_pages_lie_where_they_belong_and_come_back(
     size = record[0] or SIZE
     monkeypatch.setattr(page_memory, "PIECE_BYTES", piece_pages * size)
     monkeypatch.setattr(page_mover, "FIRST_BYTES", 2 * size)
+    monkeypatch.setattr(page_mover, "FIRST_SAVED_BYTES", size)
     there, host, pages = pool(), host_pages(), places()
     mover = PageMover(there, record_bytes=record[0], page_at=record[1], part_bytes=part_pages * size)
     assert mover.restore(payloads(host), pages) == COUNT

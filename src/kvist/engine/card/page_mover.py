@@ -21,10 +21,12 @@ from kvist.cache.record import Buffer
 
 LOG = logging.getLogger(__name__)
 
-PART_BYTES = 48 << 20
+PART_BYTES = 64 << 20
 """Bytes of a part: so long that the host's work for the next one is hidden even where processors are slow."""
 FIRST_BYTES = 32 << 20
-"""Bytes of the first part, so that the link begins early."""
+"""Bytes of a restore's first part, so that the link begins early, and is busy for as long as the host names the next."""
+FIRST_SAVED_BYTES = 8 << 20
+"""Bytes of a save's first part: its places are named afterwards."""
 
 
 class _Lane:
@@ -55,7 +57,7 @@ class PageMover:
         self.part = min(part_bytes // size, len(pool_PB))
         if self.part < 1:
             raise ValueError(f"parts of {part_bytes} bytes hold no page of {size}")
-        self._first = max(1, min(self.part, FIRST_BYTES // size))
+        self._first, self._first_saved = (max(1, min(self.part, most // size)) for most in (FIRST_BYTES, FIRST_SAVED_BYTES))
         # Wide elements: a page is a multiple of 128 bytes.
         self.pool_PB = pool_PB.view(torch.int64)
         self.lanes = [_Lane(self.part, size, self.device) for _ in range(2)]
@@ -98,7 +100,7 @@ class PageMover:
         """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there. Raises
         MemoryError where no memory for places is left."""
         self._let_go()
-        ids, first, size = self._numbers(pages), 0, self._first
+        ids, first, size = self._numbers(pages), 0, self._first_saved
         places = self.memory.reserve(len(pages))
         try:
             with self._lanes() as lanes:
@@ -106,7 +108,7 @@ class PageMover:
                     lane, stop = next(lanes), min(first + size, len(pages))
                     with lane.entered():
                         staged_RB = lane.device_RB[: stop - first]
-                        torch.index_select(self.pool_PB, 0, ids[first:stop], out=staged_RB[:, self._pages].view(torch.int64))
+                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[ids[first:stop]])
                         for places_RB, at in self._runs(places[first:stop]):
                             places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
                     first, size = stop, min(2 * size, self.part)
