@@ -38,6 +38,7 @@ def test_lower_tiers_continue_the_hit() -> None:
     assert limited.reach == 15
     assert shop.hit(a, tiers=False).lower == []
     assert shop.index.counters.tokens_lower == 16 + 7
+    assert shop.index.counters.tokens_matched == 3 * 8
 
 
 def test_kvp_09_a_gap_in_a_tier_ends_the_hit() -> None:

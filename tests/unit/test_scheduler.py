@@ -154,6 +154,16 @@ def test_memory_pressure_preempts_the_youngest_and_everything_ends() -> None:
     assert all(end.usage.completion_tokens == 40 for end in ends.values())
 
 
+def test_nobody_is_admitted_into_the_pages_that_those_who_decode_need_next() -> None:
+    fake = scripted(pages=6)
+    first = fake.engine.add(ask([5, 6, 7, 8], 12))
+    for _ in range(2):
+        fake.engine.step()
+    second = fake.engine.add(ask([9 + i for i in range(16)], 2))
+    ends = {event.id: event for event in drain(fake) if isinstance(event, FinishedEvent)}
+    assert [ends[number].usage.preemptions for number in (first, second)] == [0, 0]
+
+
 @pytest.mark.parametrize("step_cost", [16, 4096])
 def test_equal_prompts_that_arrive_together_are_computed_once(step_cost: int) -> None:
     fake = scripted(step_cost=step_cost)
