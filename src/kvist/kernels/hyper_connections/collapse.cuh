@@ -44,8 +44,8 @@ __device__ __forceinline__ void norm_weights(float4 (&w)[D_STEPS], const Streams
   }
 }
 
-// Writes the quantised input to `x`, or its halves if there is a place for `scales` of 32; `one` keeps a thread's normed values. 256 threads, whole warps. `let`: the next launch comes in when
-// the row is here, so that its weights do not keep this waiting.
+// Writes the quantised input to `x`, or its halves if there is a place for `scales` of 32; `one` keeps a thread's normed values. 256
+// threads, whole warps. `let`: the next launch comes in when the row is here, so that its weights do not keep this waiting.
 __device__ __forceinline__ void norm_row(float (&one)[D_STEPS][4], u8* x, const float4 (&w)[D_STEPS], const Streams& s, int thread,
                                          bool write, bool let = false, float* scales = nullptr) {
 #pragma unroll

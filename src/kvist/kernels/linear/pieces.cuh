@@ -121,8 +121,8 @@ __device__ __forceinline__ void add_four(float4& sum, float4 x) { sum.x += x.x, 
 
 // The inputs that a row's parts become, normed and quantised, as halves and what these are to be multiplied by.
 template <class Behind>
-__device__ __forceinline__ void inputs_from_parts(const Call& c, int row, const float4 (&norm)[PART_STEPS], u8* x, float* scales, float* room, int thread, bool write,
-                                                  const Behind& behind) {
+__device__ __forceinline__ void inputs_from_parts(const Call& c, int row, const float4 (&norm)[PART_STEPS], u8* x, float* scales,
+                                                  float* room, int thread, bool write, const Behind& behind) {
   const float* from = c.parts + (i64)row * c.in_width;
   i64 step = (i64)c.count * c.in_width;
   float v[PART_STEPS][4], squares = 0.f;
@@ -170,7 +170,9 @@ __device__ __forceinline__ void write_entry(const Call& c, int row, float* room,
   float v[2] = {0.f, 0.f}, w[2] = {0.f, 0.f}, cosine = 1.f, sine = 0.f;
   int pair = thread - (c.entry_width / 2 - c.pairs);
   if (there) {
-    for (int e = 0; e < 2; e++) w[e] = __ldg(c.entry_norm + d + e), v[e] = whole_of(c.parts + (i64)row * c.in_width, at + e, (i64)c.count * c.in_width, c.in_chunks, c.in_share);
+    const float* parts = c.parts + (i64)row * c.in_width;
+    i64 step = (i64)c.count * c.in_width;
+    for (int e = 0; e < 2; e++) w[e] = __ldg(c.entry_norm + d + e), v[e] = whole_of(parts, at + e, step, c.in_chunks, c.in_share);
     if (pair >= 0) cosine = c.cosines[row * c.pairs + pair], sine = c.sines[row * c.pairs + pair];
   }
   float factor = 1.f / sqrtf(row_sum(v[0] * v[0] + v[1] * v[1], room, thread) / c.entry_width + c.eps);
