@@ -2,7 +2,7 @@
 // `rows.cuh`. A block has 16 heads of a query and a share of its tiles of 64 keys: one tile (`attend_one`) or several. Each of four
 // warpgroups has 128 channels: a thread fetches its part of two rows straight into registers, expands it once, multiplies it with queries
 // as it lies there and leaves it in shared memory, where values are read. A warp weighs all keys of a head. Shares of a query are a
-// cluster: blocks tell each other peaks and totals, scale their sums, leave them in L2 and add up a part each. Values are kept times
+// cluster: blocks tell each other peaks and totals, leave their sums in L2 and scale and add up a part of all. Values are kept times
 // 2^-9, so that a code and its scale need one product. Slots and page tables are read before the launch before has ended.
 
 static const int HEADS = 16, GROUPS = 4, THREADS = 128 * GROUPS, SUMS = HEADS / 2;  // SUMS: of a thread, of 64 rows
@@ -13,7 +13,8 @@ static const int QUADS = THREADS * 2 * SUMS / 4;  // of a block's sums
 static const int Q_CHUNK = HEADS * 128;           // bytes of 64 channels of the queries
 static const int Q_AT = 0, P_AT = HEADS * 1024, PARTIAL_AT = P_AT + HEADS * 128, STATS_AT = PARTIAL_AT + GROUPS * HEADS * PITCH * 4;
 static const int FACTORS_AT = STATS_AT + MOST_SHARES * HEADS * 8;
-static const int TILES_AT = (FACTORS_AT + (1 + GROUPS) * HEADS * 4 + 1023) / 1024 * 1024;  // factors: between tiles, each group's last
+// Factors: between tiles, then [share, head].
+static const int TILES_AT = (FACTORS_AT + (1 + MOST_SHARES) * HEADS * 4 + 1023) / 1024 * 1024;
 static const int TILE_BYTES = TILE * CHANNELS * 2;
 
 __device__ __forceinline__ u32 descriptor(u32 at) { return ((at & 0x3FFFF) >> 4) | (1u << 16); }
@@ -203,11 +204,12 @@ struct Multiplier {
   __device__ __forceinline__ int g() const { return lane >> 2; }
   __device__ __forceinline__ int t() const { return lane & 3; }
   __device__ __forceinline__ u8* tile(int buffer) const { return shared + TILES_AT + buffer * TILE_BYTES; }
+  __device__ __forceinline__ float2* stats() const { return (float2*)(shared + STATS_AT); }  // [share, head]
   __device__ __forceinline__ float* factors() const { return (float*)(shared + FACTORS_AT); }
-  __device__ __forceinline__ float* last_factors() const { return factors() + (1 + group) * HEADS; }
+  __device__ __forceinline__ float* share_factors() const { return factors() + HEADS; }  // [share, head]
 
   // Keys x queries of the group's channels; the tile's expanded rows stay in shared memory, in the order in which products take channels.
-  __device__ __forceinline__ void score(float (&s)[SUMS], const Part& x, bool window, int buffer) {
+  template <bool ONE> __device__ __forceinline__ void score(float (&s)[SUMS], const Part& x, bool window, int buffer) {
     u32 a[8][4], f[2][2], q = descriptor(shared_address(shared + Q_AT + 2 * group * Q_CHUNK));
     u32 to = shared_address(tile(buffer)) + 2 * group * CHUNK + (16 * warp + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
@@ -236,6 +238,7 @@ struct Multiplier {
 #pragma unroll
       for (int k = 0; k < 4; k++) add_scores(s, a[4 * half + k], q + half * (Q_CHUNK / 16) + 2 * k);
       products_end();
+      if (ONE) products_wait<0>();  // more registers side by side would have every product waited for
     }
   }
   // The group's part of scores for others; minus infinity where there is no key.
@@ -248,6 +251,11 @@ struct Multiplier {
       to[(i / 4 * 8 + i % 2) * PITCH + 8 * h] = real[h] ? s[i] : none;
     }
   }
+  // The highest number of a warp.
+  __device__ __forceinline__ static float highest(float x) {
+    u32 bits = __float_as_uint(x), most = warp_max(bits ^ ((u32)((int)bits >> 31) | 0x80000000u));
+    return __uint_as_float(most ^ ((u32)((int)~most >> 31) | 0x80000000u));
+  }
   // Probabilities of a head's 64 keys, relative to its peak, two keys a lane; whether sums must be scaled first.
   __device__ __forceinline__ bool weigh(int head, float& peak, float& total, bool opening) {
     const float* from = (const float*)(shared + PARTIAL_AT) + head * PITCH + 2 * lane;
@@ -256,8 +264,7 @@ struct Multiplier {
     for (int i = 0; i < GROUPS; i++) v[i] = *(const float2*)(from + i * HEADS * PITCH);
     float x = (v[0].x + v[1].x) + (v[2].x + v[3].x), y = (v[0].y + v[1].y) + (v[2].y + v[3].y);
     x *= c.scale, y *= c.scale;
-    u32 bits = __float_as_uint(fmaxf(x, y)), highest = warp_max(bits ^ ((u32)((int)bits >> 31) | 0x80000000u));
-    float most = __uint_as_float(highest ^ ((u32)((int)~highest >> 31) | 0x80000000u)), shrink = 1.f;
+    float most = highest(fmaxf(x, y)), shrink = 1.f;
     bool rises = most > (peak == NONE ? NONE : peak + SLACK);
     if (rises) {
       float next = ceilf(most);
@@ -272,7 +279,7 @@ struct Multiplier {
   }
   // A head's peak and total to all blocks of the cluster.
   __device__ __forceinline__ void tell_peak(int head, int share, float peak, float total) {
-    u32 at = shared_address(shared + STATS_AT + (share * HEADS + head) * 8);
+    u32 at = shared_address(stats() + share * HEADS + head);
     float whole = warp_sum(total);
     if (lane < c.splits) write_pair_to(address_in(at, lane), peak, whole);
   }
@@ -295,20 +302,12 @@ struct Multiplier {
     products_end();
   }
 
-  // What a head's sums here are multiplied by, from all shares' peaks (whole numbers) and totals. 512 undoes the keys' 2^-9.
-  __device__ __forceinline__ void find_factor(int head, int share, float sink) {
-    const float2* stats = (const float2*)(shared + STATS_AT) + head;
-    float2 v[MOST_SHARES];
-    float most = NONE, total = 0.f, own = NONE;
-#pragma unroll
-    for (int s = 0; s < MOST_SHARES; s++) {
-      v[s] = s < c.splits ? stats[s * HEADS] : make_float2(NONE, 0.f);
-      most = fmaxf(most, v[s].x);
-      if (s == share) own = v[s].x;
-    }
-#pragma unroll
-    for (int s = 0; s < MOST_SHARES; s++) total += power2(v[s].x - most) * v[s].y;
-    last_factors()[head] = total == 0.f ? 0.f : 512.f / (total + power2(sink * LOG2_E - most)) * power2(own - most);
+  // What shares' sums of a head are multiplied by, a share a lane, from all peaks (whole numbers) and totals; 512 undoes 2^-9.
+  __device__ __forceinline__ void find_factors(int head, float sink) {
+    float2 own = lane < c.splits ? stats()[lane * HEADS + head] : make_float2(NONE, 0.f);
+    float most = highest(own.x), part = power2(own.x - most), total = warp_sum(part * own.y);
+    float factor = total == 0.f ? 0.f : 512.f / (total + power2(sink * LOG2_E - most)) * part;
+    if (lane < c.splits) share_factors()[lane * HEADS + head] = factor;
   }
   __device__ __forceinline__ uint4* share_of(const Item& x, int share) const {
     return c.shares + (((i64)x.n * parts_of(c) + x.part) * c.splits + share) * QUADS;
@@ -317,13 +316,11 @@ struct Multiplier {
   __device__ __forceinline__ void write_sums(const float (&acc)[2][SUMS], const Item& x) {
     uint4* to = share_of(x, x.share) + threadIdx.x;
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      float2 by = *(const float2*)(last_factors() + 8 * j + 2 * t());
+    for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int b = 0; b < 2; b++)
-        to[(2 * b + j) * THREADS] = make_uint4(__float_as_uint(acc[b][4 * j] * by.x), __float_as_uint(acc[b][4 * j + 1] * by.y),
-                                               __float_as_uint(acc[b][4 * j + 2] * by.x), __float_as_uint(acc[b][4 * j + 3] * by.y));
-    }
+        to[(2 * b + j) * THREADS] = make_uint4(__float_as_uint(acc[b][4 * j]), __float_as_uint(acc[b][4 * j + 1]),
+                                               __float_as_uint(acc[b][4 * j + 2]), __float_as_uint(acc[b][4 * j + 3]));
   }
   // Two channels of the first or second head of a quad.
   __device__ __forceinline__ void write_pair(const Item& x, u32 at, u32 second, float low, float high) const {
@@ -336,34 +333,49 @@ struct Multiplier {
     if (place >= 0) pair = turned_pair(pair, c.cosines[(i64)x.n * c.turned + place], -c.sines[(i64)x.n * c.turned + place]);
     *(u32*)(c.out + (((i64)x.n * c.heads + head) * CHANNELS + channel) * 2) = pair;
   }
-  // Every block adds up a part of the quads; TURNS threads take turns with its shares, and with its heads.
-  template <int TURNS> __device__ __forceinline__ void join_shares(const Item& x) const {
-    const int MOST = MOST_SHARES / 2;
-    int each = (QUADS + c.splits - 1) / c.splits, turn = threadIdx.x % TURNS;
+  // Every block adds up a part of the quads, ITEMS a thread at once; TURNS threads take turns with its shares, and with its heads.
+  template <int TURNS, int ITEMS> __device__ __forceinline__ void join_shares(const Item& x, int head, float sink) {
+    const int MOST = MOST_SHARES / 2, STEP = THREADS / TURNS;
+    int each = (QUADS + c.splits - 1) / c.splits, begin = x.share * each, end = min(begin + each, QUADS), turn = threadIdx.x % TURNS;
+    int first = begin + threadIdx.x / TURNS;
+    const uint4* from = share_of(x, turn);
+    cluster_arrive();
+    cluster_wait();
 #pragma unroll 1
-    for (int i = threadIdx.x / TURNS; i < (each + 15) / 16 * 16; i += THREADS / TURNS) {  // whole warps
-      int at = x.share * each + i;
-      bool mine = i < each && at < QUADS;
-      const uint4* from = share_of(x, turn) + at;
-      uint4 v[MOST];
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int done = 0; done < each; done += ITEMS * STEP) {
+      uint4 v[ITEMS][MOST];
 #pragma unroll
-      for (int k = 0; k < MOST; k++) {
-        v[k] = make_uint4(0, 0, 0, 0);
-        if (mine && TURNS * k + turn < c.splits) v[k] = __ldcg(from + TURNS * k * QUADS);
+      for (int p = 0; p < ITEMS; p++)
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+          int at = first + done + p * STEP;
+          v[p][k] = make_uint4(0, 0, 0, 0);
+          if (at < end && TURNS * k + turn < c.splits) v[p][k] = __ldcg(from + at + TURNS * k * QUADS);
+        }
+      if (done == 0) {  // while these come
+        find_factors(head, sink);
+        __syncthreads();
       }
 #pragma unroll
-      for (int k = 0; k < MOST; k++) {
-        sum.x += __uint_as_float(v[k].x), sum.y += __uint_as_float(v[k].y);
-        sum.z += __uint_as_float(v[k].z), sum.w += __uint_as_float(v[k].w);
+      for (int p = 0; p < ITEMS; p++) {
+        int at = first + done + p * STEP;
+        const float* by = share_factors() + turn * HEADS + 8 * (at / THREADS & 1) + 2 * (at & 3);
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+          if (TURNS * k + turn >= c.splits) continue;
+          float2 f = *(const float2*)(by + TURNS * k * HEADS);
+          sum.x += __uint_as_float(v[p][k].x) * f.x, sum.y += __uint_as_float(v[p][k].y) * f.y;
+          sum.z += __uint_as_float(v[p][k].z) * f.x, sum.w += __uint_as_float(v[p][k].w) * f.y;
+        }
+        if (TURNS == 2) {
+          sum.x += __shfl_xor_sync(~0u, sum.x, 1), sum.y += __shfl_xor_sync(~0u, sum.y, 1);
+          sum.z += __shfl_xor_sync(~0u, sum.z, 1), sum.w += __shfl_xor_sync(~0u, sum.w, 1);
+        }
+        if (at >= end) continue;
+        if (turn == 0) write_pair(x, at, 0, sum.x, sum.z);
+        if (TURNS == 1 || turn == 1) write_pair(x, at, 1, sum.y, sum.w);
       }
-      if (TURNS == 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, 1), sum.y += __shfl_xor_sync(~0u, sum.y, 1);
-        sum.z += __shfl_xor_sync(~0u, sum.z, 1), sum.w += __shfl_xor_sync(~0u, sum.w, 1);
-      }
-      if (!mine) continue;
-      if (turn == 0) write_pair(x, at, 0, sum.x, sum.z);
-      if (TURNS == 1 || turn == 1) write_pair(x, at, 1, sum.y, sum.w);
     }
   }
 };
@@ -374,7 +386,7 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
   int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // the same for all lanes, as the compiler then knows
   Item x = item_of<ONE>(c);
   Multiplier m{c, shared, warp >> 2, warp & 3, lane};
-  int window_tiles = (c.window_length + TILE - 1) / TILE, slot = __ldg(c.slots + x.n), own = threadIdx.x & 127;
+  int window_tiles = (c.window_length + TILE - 1) / TILE, slot = __ldg(c.slots + x.n);
   Reader rows{c, x.n, slot, 16 * m.warp + m.g(), 4 * m.group + m.t(), window_tiles,
               c.table + (i64)slot * c.table_width, (int*)(shared + TILES_AT + (ONE ? 1 : 2) * TILE_BYTES), 0, 0};
   if (x.first + x.tiles > window_tiles && c.table_width <= MOST_PAGES)
@@ -389,25 +401,28 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
   int next[2];
   Part part;
   Queries queries;
+  bool window = x.first < window_tiles;
+  if (!window) rows.find(next, x.first);  // rows wait for their ids: these go first
   queries.fetch(c, x);
-  rows.find(next, x.first);
-  rows.fetch(part, next, x.first < window_tiles);
+  if (window) rows.find(next, x.first);
+  rows.fetch(part, next, window);
   if (x.tiles > 1) rows.find(next, x.first + 1);
-  float sink = own < HEADS ? __ldg(c.sink + min(x.head + own, c.heads - 1)) : 0.f;
+  float sink = __ldg(c.sink + min(x.head + warp, c.heads - 1));
   queries.store(c, x, shared);
   group_barrier(1 + m.group, 128);
 
   float acc[2][SUMS], peak = NONE, total = 0.f;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) acc[0][i] = acc[1][i] = 0.f;
+  int tile = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < x.tiles; tile++) {
+  do {  // not `while`: what might not run at all has its products serialised
     int buffer = tile & 1, now = x.first + tile;
     bool real[2] = {part.real[0], part.real[1]};
     float s[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) s[i] = 0.f;
-    m.score(s, part, now < window_tiles, buffer);
+    m.score<ONE>(s, part, now < window_tiles, buffer);
     if (tile + 1 < x.tiles) rows.fetch(part, next, now + 1 < window_tiles);
     if (tile + 2 < x.tiles) rows.find(next, now + 2);
     if (ONE) let_next();  // behind the arrival of rows: what it reads would come before them
@@ -415,23 +430,15 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
     m.hand_over(s, real);
     __syncthreads();
     bool rises = m.weigh(warp, peak, total, tile == 0);
-    if (tile + 1 == x.tiles) {
-      m.tell_peak(warp, x.share, peak, total);
-      cluster_arrive();
-    }
     if (ONE) __syncthreads();
     else if (__syncthreads_or(rises)) m.shrink(acc);
     m.gather(acc, buffer);
-  }
-  cluster_wait();
-  if (own < HEADS) m.find_factor(own, x.share, sink);
-  group_barrier(1 + m.group, 128);
+  } while (++tile < x.tiles);
+  m.tell_peak(warp, x.share, peak, total);
   products_wait<0>();
   m.write_sums(acc, x);
-  cluster_arrive();
-  cluster_wait();
-  if (c.splits > MOST_SHARES / 2) m.join_shares<2>(x);
-  else m.join_shares<1>(x);
+  if (c.splits > MOST_SHARES / 2) m.join_shares<2, 1>(x, warp, sink);
+  else m.join_shares<1, ONE ? 1 : 2>(x, warp, sink);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) attend_one(const __grid_constant__ Call c) { attend_few<true>(c); }

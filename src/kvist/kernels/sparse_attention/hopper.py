@@ -37,7 +37,7 @@ FEW_HEADS, FEW_SHARES, FEW_TILES, FEW_TURNED = 16, 10, 5, 32
 tiles a block it is the faster one."""
 FEW_PAGES = 8192
 """Of a page table, copied to shared memory; a wider one is read where it lies."""
-_FEW_BYTES, _FEW_TILE_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 320) // 1024) * 1024, 65536
+_FEW_BYTES, _FEW_TILE_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 704) // 1024) * 1024, 65536
 _FEW_KERNELS = tuple(
     (name, _FEW_BYTES + n * _FEW_TILE_BYTES + 4 * FEW_PAGES) for name, n in (("attend_one", 1), ("attend_several", 2))
 )
