@@ -111,9 +111,9 @@ def device_needs(model: Transformer, config: EngineConfig, *, tiers: bool) -> di
     """Bytes by name that a card holds beside pages, slots and a step's workspace: graphs, and staging of pages that move."""
     if model.embed.weight.device.type != "cuda":
         return {}
-    from kvist.engine.card.page_mover import PART_BYTES
+    from kvist.engine.card.page_mover import FIRST_BYTES, PART_BYTES
 
-    needs = {"page staging": 2 * PART_BYTES} if tiers else {}
+    needs = {"page staging": 2 * (PART_BYTES + FIRST_BYTES)} if tiers else {}
     if model.numerics.impl == "gpu" and lacks(model) is None:
         from kvist.engine.card.serving import graph_needs
 

@@ -26,7 +26,7 @@ PART_BYTES = 64 << 20
 FIRST_BYTES = 32 << 20
 """Bytes of a restore's first part, so that the link begins early, and is busy for as long as the host names the next."""
 FIRST_SAVED_BYTES = 8 << 20
-"""Bytes of a save's first part: its places are named afterwards."""
+"""Bytes of a save's first part, whose places are named afterwards; its others are at most as large as a restore's first."""
 
 
 class _Lane:
@@ -44,8 +44,8 @@ class _Lane:
 class PageMover:
     """Moves whole pages of a pool, uint8 [pages, page bytes], to and from places of `memory`, whose pieces it gives: pinned ones.
 
-    `record_bytes`, `page_at`: as `PageMemory` wants them. `part_bytes`: of one copy, and twice that on the device. Raises
-    ValueError for a part that holds no page.
+    `record_bytes`, `page_at`: as `PageMemory` wants them. `part_bytes`: of one copy at most. Raises ValueError for a part that
+    holds no page.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class PageMover:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(lane.device_RB.nbytes for lane in self.lanes)
+        """Most bytes on the device: staging, and what a save gathers for each lane."""
+        return sum(lane.device_RB.nbytes + self._first * self.pool_PB.shape[1] * 8 for lane in self.lanes)
 
     def restore(self, payloads: Iterable[Buffer | None], pages: Sequence[int]) -> int:
         """Bytes of pages into the pool's `pages`, in order, up to the first that is missing; returns how many came.
@@ -111,7 +111,7 @@ class PageMover:
                         staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[ids[first:stop]])
                         for places_RB, at in self._runs(places[first:stop]):
                             places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
-                    first, size = stop, min(2 * size, self.part)
+                    first, size = stop, min(2 * size, self._first)
         finally:
             # Making so many views takes the host as long as the copies the link. Whatever happened: places that are let go must
             # not be written to any more.
