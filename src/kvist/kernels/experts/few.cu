@@ -1,9 +1,9 @@
 // A few rows (2 to 8) through the FP4 experts chosen for them, and a shared one of FP8, in one launch, for Hopper (sm_90a): needs
 // `device/stream.cuh`.
 //
-// The shared expert, then the experts that any row chose, ascending, are entries; a unit is a panel of an entry's gate+up, or of its
-// downs. Blocks claim units as they come, all gate+ups first, and a block's warps read the chunks of its units in turn: each weight once.
-// A unit's sums are always cut the same way, whichever block takes it and whoever shares the launch: a row's bits depend on nothing but
+// The shared expert, then the experts that any row chose, ascending, are entries; a unit is a panel of an entry's gate+up on half of
+// the inputs, or of its downs. Teams of warps claim units as they come, all gate+ups first, and read the chunks of theirs in turn: each
+// weight once. A unit's sums are always cut the same way, whoever takes it and whoever shares the launch: a row's bits depend on nothing but
 // the row. Downs of an entry wait for its own hidden rows only. The last of a row's choices to arrive in a panel adds them in their order.
 // Of an entry of one or two rows each run of 32 inputs is summed in a column of its own, of more rows each row in a column: with the
 // same bits. All blocks must be on the card at once. Knows no layers.
@@ -19,7 +19,10 @@ static const int MOST_ROWS = 8;
 static const int MOST_CHOICES = 144;  // of all rows, the shared expert among them
 static const int MOST_WORDS = 32;     // of 32 experts
 static const int MOST_SLOTS = 8;
-static const int CLAIMED = 16;        // units that a team knows of, at most
+// Units that a team knows of, at most: a warp leaves `MOST_SLOTS` behind that others have not left, and asks for chunks `TEAM` ahead, one
+// in every second unit where these are shortest.
+static const int CLAIMED = 32;
+static_assert(CLAIMED > MOST_SLOTS + 2 * TEAM + 2, "no word of a unit is written again while somebody may read it");
 static const int ROW_SUMS = TEAM * 64;  // of a unit and row, floats
 
 struct Call {
@@ -34,10 +37,11 @@ struct Call {
   const u32* shared_up_scales;
   const u8* shared_down_codes;
   const u32* shared_down_scales;
-  u16* hidden;    // [N * S, F]: S is K, and one for a shared expert
+  float* halves;  // [N * S, 2, 2 F] gates and ups by half of the inputs: S is K, and one for a shared expert
+  u16* hidden;    // [N * S, F]
   u16* each;      // [N * S, D] a choice's output
   void* out;      // [N, D] float; with a shared expert bfloat16
-  u32* counters;  // exits, claims, an entry's panels, a row's panels' choices: zero before and after
+  u32* counters;  // exits, claims, an entry's panels, a row's panels' choices, a panel's halves: zero before and after
   int width, hidden_width, count, chosen, slots;
   float limit;
 };
@@ -84,17 +88,17 @@ struct Work {
   bool shared;
 };
 static const u32 NONE = 0xFFFFFFFF;
-// A unit as a word: its entry, its panel, and whether it is of gate+up.
+// A unit as a word: its entry, its panel (of gate+up twice that, and which half of the inputs), and whether it is of gate+up.
 __device__ __forceinline__ u32 unit_word(const Work& w, u32 index) {
   if (index >= w.units) return NONE;
-  u32 up = index < w.ups, place = up ? index : index - w.ups, panels = up ? w.up_panels : w.down_panels, entry = place / panels;
+  u32 up = index < w.ups, place = up ? index : index - w.ups, panels = up ? 2 * w.up_panels : w.down_panels, entry = place / panels;
   return entry << 16 | (place - entry * panels) << 1 | up;
 }
 // The n-th unit of a team.
 struct Unit {
   u32 turn;
-  int entry, panel, chunks, rows;
-  bool up, fp8, there;
+  int entry, panel, first, chunks, rows;  // first: of a panel's chunks
+  bool up, half, fp8, there;              // half: the second one of the inputs
   __device__ __forceinline__ void find(const Call& c, const Work& w, const Shared* own, Team* team, int lane) {
     if (seen_here(&team->claimed) <= turn) {
       if (lane == 0) atomicMax(&team->wanted, turn + 1);
@@ -106,7 +110,11 @@ struct Unit {
     there = word != NONE;
     if (!there) return;
     up = word & 1, panel = word >> 1 & 0x7FFF, entry = word >> 16, fp8 = w.shared && entry == 0;
-    rows = __popc(own->rows[entry]), chunks = (up ? c.width : c.hidden_width) >> (fp8 ? 6 : 7);
+    rows = __popc(own->rows[entry]), first = 0, chunks = (up ? c.width : c.hidden_width) >> (fp8 ? 6 : 7);
+    if (!up) return;
+    if (panel & 1) first = chunks / 2, chunks -= first;
+    else chunks /= 2;
+    half = panel & 1, panel >>= 1;
   }
 };
 
@@ -121,13 +129,13 @@ struct Reader {
   uint4 in[4];
 
   __device__ __forceinline__ void open(const Call& c, const Work& w, const Shared* own) {
-    int panels = unit.up ? w.up_panels : w.down_panels;
+    int all = (unit.up ? c.width : c.hidden_width) >> (unit.fp8 ? 6 : 7);  // chunks of a panel
     if (unit.fp8) {
-      i64 first = (i64)unit.panel * unit.chunks;
+      i64 first = (i64)unit.panel * all + unit.first;
       codes = (unit.up ? c.shared_up_codes : c.shared_down_codes) + first * CODES;
       scales = (const u8*)((unit.up ? c.shared_up_scales : c.shared_down_scales) + first);
     } else {
-      i64 first = ((i64)own->expert[unit.entry] * panels + unit.panel) * unit.chunks;
+      i64 first = ((i64)own->expert[unit.entry] * (unit.up ? w.up_panels : w.down_panels) + unit.panel) * all + unit.first;
       codes = (unit.up ? c.up_codes : c.down_codes) + first * CODES;
       scales = (unit.up ? c.up_scales : c.down_scales) + first * FP4_SCALES;
     }
@@ -137,7 +145,7 @@ struct Reader {
     bool runs = !unit.fp8 && unit.rows <= 2;
     u32 choice = own->choice[unit.entry][min(runs ? lane >> 2 & 1 : lane >> 2, unit.rows - 1)];
     from = (unit.up ? (const u8*)c.rows + (choice >> 8) * 2 * (i64)c.width : (const u8*)c.hidden + (choice & 255) * 2 * (i64)c.hidden_width) +
-           (lane & 3) * 16 + (runs ? (lane >> 3) * 64 : 0);
+           (lane & 3) * 16 + (runs ? (lane >> 3) * 64 : 0) + unit.first * (unit.fp8 ? 128 : 256);
   }
   __device__ __forceinline__ void take() {
     const uint4* at = (const uint4*)(from + place * (unit.fp8 ? 128 : 256));
@@ -273,7 +281,7 @@ __device__ __forceinline__ void add_rows(Sums (&sums)[4], const u8* stage, uint4
     add_run<2>(sums[2], top, low, first, second, in[2], m), add_run<3>(sums[3], top, low, first, second, in[3], m);
   }
 }
-// A chunk of FP8 (64 inputs), a column a row. `pairs`: its four exponents, of gates and ups (`paired`) or of the first and second 32 outputs.
+// A chunk of FP8 (64 inputs), a column a row. `pairs`: its four exponents, of gates and ups (`paired`) or of outputs by 32.
 __device__ __forceinline__ void add_wide(Sums& sums, const u8* stage, u32 pairs, bool paired, const uint4 (&in)[4], int lane) {
   int g = lane >> 2, t = lane & 3;
   u32 both = pairs + 0x78787878;
@@ -332,25 +340,48 @@ __device__ __forceinline__ void add_choices(const Call& c, const Work& w, const 
   else *(float2*)((float*)c.out + at) = total;
 }
 
-// A unit's sums are whole: what becomes of them. Bfloat16 rounds a choice's output as the release does.
-__device__ __forceinline__ void leave(const Call& c, const Work& w, const Shared* own, const float* sums, const Unit& unit, int lane) {
+__device__ __forceinline__ float2 sum_of_parts(const float* sums, int r, int lane) {
+  float2 whole = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int j = 0; j < TEAM; j++) {
+    float2 part = *(const float2*)(sums + r * ROW_SUMS + j * 64 + 2 * lane);
+    whole.x += part.x, whole.y += part.y;
+  }
+  return whole;
+}
+// A unit's sums are whole: what becomes of them. The second half of gate+up to arrive makes hidden values of both.
+__device__ __forceinline__ void leave_up(const Call& c, const Work& w, const Shared* own, const float* sums, const Unit& unit, int lane) {
+  int panel = unit.panel * 64 + 2 * lane, width = w.up_panels * 64;
+#pragma unroll 1
+  for (int r = 0; r < unit.rows; r++)
+    *(float2*)(c.halves + ((i64)(own->choice[unit.entry][r] & 255) * 2 + unit.half) * width + panel) = sum_of_parts(sums, r, lane);
+  __syncwarp();
+  u32 second = 0;
+  if (lane == 0) {
+    u32* arrived = c.counters + READY + MOST_CHOICES + MOST_ROWS * w.down_panels + unit.entry * w.up_panels + unit.panel;
+    __threadfence();
+    second = atomicAdd(arrived, 1u);
+    __threadfence();
+    if (second) *arrived = 0;
+  }
+  if (!__shfl_sync(0xFFFFFFFF, second, 0)) return;
 #pragma unroll 1
   for (int r = 0; r < unit.rows; r++) {
     int choice = own->choice[unit.entry][r] & 255;
-    float2 whole = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int j = 0; j < TEAM; j++) {
-      float2 part = *(const float2*)(sums + r * ROW_SUMS + j * 64 + 2 * lane);
-      whole.x += part.x, whole.y += part.y;
-    }
-    if (unit.up) leave_hidden(c, whole.x, whole.y, own->weights[choice], c.hidden + (i64)choice * c.hidden_width + unit.panel * 32 + lane);
-    else *(u32*)(c.each + (i64)choice * c.width + unit.panel * 64 + 2 * lane) = bfloat_pair(whole.x, whole.y);
+    float2 whole = sum_of_parts(sums, r, lane), other = __ldcg((const float2*)(c.halves + ((i64)choice * 2 + !unit.half) * width + panel));
+    leave_hidden(c, whole.x + other.x, whole.y + other.y, own->weights[choice], c.hidden + (i64)choice * c.hidden_width + unit.panel * 32 + lane);
   }
   __syncwarp();
-  if (unit.up) {
-    if (lane == 0) publish(c.counters + READY + unit.entry, 1);
-    return;
+  if (lane == 0) publish(c.counters + READY + unit.entry, 1);
+}
+// Bfloat16 rounds a choice's output as the release does.
+__device__ __forceinline__ void leave_down(const Call& c, const Work& w, const Shared* own, const float* sums, const Unit& unit, int lane) {
+#pragma unroll 1
+  for (int r = 0; r < unit.rows; r++) {
+    float2 whole = sum_of_parts(sums, r, lane);
+    *(u32*)(c.each + (i64)(own->choice[unit.entry][r] & 255) * c.width + unit.panel * 64 + 2 * lane) = bfloat_pair(whole.x, whole.y);
   }
+  __syncwarp();
   u32 last = 0;
   int row = 0;
   if (lane < unit.rows) {
@@ -410,7 +441,8 @@ __device__ __forceinline__ void add_unit(const Call& c, const Work& w, Reader& r
   } else keep_rows<all>(room + part * 64, total, unit.rows, lane);
 }
 
-__device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, Team* team, float* sums, int part, int lane) {
+__device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, Team* team, float* sums, int part,
+                                         int lane) {
   int slot = 0, slots = min(MOST_SLOTS, c.slots / max((int)own->most, 1));
   Unit unit;
   u32 used = 0, wide = 0;  // how often the slot was, and the one of the shared expert's units
@@ -425,7 +457,8 @@ __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& r
     else if (unit.rows <= 2) add_unit<RUNS>(c, w, reader, unit, own, team, room, turns, used, part, lane);
     else add_unit<ROWS>(c, w, reader, unit, own, team, room, turns, used, part, lane);
     if (last_of(team->counts + at, lane)) {
-      leave(c, w, own, room, unit, lane);
+      if (unit.up) leave_up(c, w, own, room, unit, lane);
+      else leave_down(c, w, own, room, unit, lane);
       __syncwarp();
       if (lane == 0) team->counts[at] = 0, tell_here(turns, (unit.fp8 ? wide : used) + 1);
     }
@@ -517,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   for (int i = thread; i < (int)sizeof(Shared) / 4; i += THREADS) ((u32*)own)[i] = 0;
   Work w;
   w.shared = c.shared_up_codes != nullptr, w.choices = c.chosen + w.shared;
-  w.up_panels = c.hidden_width / 32, w.down_panels = c.width / 64, w.ups = w.units = w.shared ? w.up_panels : 0;
+  w.up_panels = c.hidden_width / 32, w.down_panels = c.width / 64, w.ups = w.units = w.shared ? 2 * w.up_panels : 0;
   int part = warp % TEAM, number = warp / TEAM;
   Team* team = own->teams + number;
   Reader reader;
@@ -531,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   wait_for_launch();
   __syncthreads();
   plan(c, w, own, thread);
-  w.entries = own->entries, w.ups = w.entries * w.up_panels, w.units = w.ups + w.entries * w.down_panels;
+  w.entries = own->entries, w.ups = w.entries * 2 * w.up_panels, w.units = w.ups + w.entries * w.down_panels;
   if (warp == WARPS) {
     clerk(c, w, own, lane);
     return;

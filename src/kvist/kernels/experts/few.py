@@ -26,7 +26,7 @@ MOST_CHOICES = 144
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 16
 MOST_SLOTS = 8
-CLAIMED = 16
+CLAIMED = 32
 SLOTS = 16
 """Rows' sums of units that a team has room for, beside those of a unit of the shared expert."""
 _TEAM_WORDS = 2 * (MOST_SLOTS + 1) + 2 + CLAIMED
@@ -35,7 +35,7 @@ SHARED_BYTES = WARPS * STAGES * (CODES + 256) + -(-_OWN_WORDS // 4) * 16 + (SLOT
 _SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("few.cu"))
 _POINTERS = (
     "rows", "ids", "weights", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes", "shared_up_scales",
-    "shared_down_codes", "shared_down_scales", "hidden", "each", "out", "counters",
+    "shared_down_codes", "shared_down_scales", "halves", "hidden", "each", "out", "counters",
 )  # fmt: skip
 _COUNTS = ("width", "hidden_width", "count", "chosen", "slots")
 
@@ -88,9 +88,10 @@ def few_experts(
     tensors = {
         "rows": x_ND, "ids": ids_NK, "weights": weights_NK, "up_codes": bank.gate_up.codes, "up_scales": bank.gate_up.scales,
         "down_codes": bank.down.codes, "down_scales": bank.down.scales, "out": out,
+        "halves": torch.empty(each, 2, 2 * f, dtype=torch.float32, device=device),
         "hidden": torch.empty(each, f, dtype=torch.bfloat16, device=device),
         "each": torch.empty(each, d, dtype=torch.bfloat16, device=device),
-        "counters": counters(bank.down.codes, 2 + MOST_CHOICES + MOST_ROWS * (d // 64)),
+        "counters": counters(bank.down.codes, 2 + MOST_CHOICES * (1 + f // 32) + MOST_ROWS * (d // 64)),
     }  # fmt: skip
     if shared is not None:
         tensors |= {
