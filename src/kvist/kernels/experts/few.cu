@@ -18,11 +18,11 @@ static const int THREADS = 32 * (WARPS + 1);  // one warp tells the others which
 static const int MOST_ROWS = 8;
 static const int MOST_CHOICES = 144;  // of all rows, the shared expert among them
 static const int MOST_WORDS = 32;     // of 32 experts
-static const int MOST_SLOTS = 8;
-// Units that a team knows of, at most: a warp leaves `MOST_SLOTS` behind that others have not left, and asks for chunks `TEAM` ahead, one
+static const int SLOTS = 4;           // of a team, for sums of units of one or two rows; one more for any
+// Units that a team knows of, at most: a warp leaves `SLOTS` behind that others have not left, and asks for chunks `TEAM` ahead, one
 // in every second unit where these are shortest.
 static const int CLAIMED = 32;
-static_assert(CLAIMED > MOST_SLOTS + 2 * TEAM + 2, "no word of a unit is written again while somebody may read it");
+static_assert(CLAIMED > SLOTS + 2 * TEAM + 3, "no word of a unit is written again while somebody may read it");
 static const int ROW_SUMS = TEAM * 64;  // of a unit and row, floats
 
 struct Call {
@@ -42,25 +42,24 @@ struct Call {
   u16* each;      // [N * S, D] a choice's output
   void* out;      // [N, D] float; with a shared expert bfloat16
   u32* counters;  // exits, claims, an entry's panels, a row's panels' choices, a panel's halves: zero before and after
-  int width, hidden_width, count, chosen, slots;
+  int width, hidden_width, count, chosen;
   float limit;
 };
 
 enum { EXITS, CLAIMS, READY };
 
 struct Team {
-  u32 counts[MOST_SLOTS + 1];  // warps that have left their sums in a slot; the last is the shared expert's
-  u32 turns[MOST_SLOTS + 1];   // units that were done in a slot
-  u32 wanted;                  // units that somebody wants to know, or soon will
-  u32 claimed;                 // units that are known
-  u32 units[CLAIMED];          // the last ones of them
+  u32 counts[SLOTS + 1];  // warps that have left their sums in a slot
+  u32 turns[SLOTS + 1];   // units that were done in a slot
+  u32 wanted;             // units that somebody wants to know, or soon will
+  u32 claimed;            // units that are known
+  u32 units[CLAIMED];     // the last ones of them
 };
 struct __align__(16) Shared {  // of a block, behind the rings
   Team teams[TEAMS];
   u32 chosen[MOST_WORDS];      // which experts are
   u32 rows[MOST_CHOICES];      // an entry's, a bit each
   u32 whole;                   // entries whose hidden rows are
-  u32 most;                    // rows of an entry
   int entries;
   int expert[MOST_CHOICES];
   u32 there[MOST_ROWS];        // a row's choices, a bit each
@@ -443,28 +442,28 @@ __device__ __forceinline__ void add_unit(const Call& c, const Work& w, Reader& r
 
 __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, Team* team, float* sums, int part,
                                          int lane) {
-  int slot = 0, slots = min(MOST_SLOTS, c.slots / max((int)own->most, 1));
+  int slot = 0;
   Unit unit;
-  u32 used = 0, wide = 0;  // how often the slot was, and the one of the shared expert's units
+  u32 used = 0, wide = 0;  // how often the slot was, and the one for any rows
 #pragma unroll 1
   for (unit.turn = 0;; unit.turn++) {
     unit.find(c, w, own, team, lane);
     if (!unit.there) return;
-    int at = unit.fp8 ? MOST_SLOTS : slot;
-    float* room = sums + (unit.fp8 ? c.slots : slot * (int)own->most) * ROW_SUMS;
-    u32* turns = team->turns + at;
-    if (unit.fp8) add_unit<WIDE>(c, w, reader, unit, own, team, room, turns, wide, part, lane);
-    else if (unit.rows <= 2) add_unit<RUNS>(c, w, reader, unit, own, team, room, turns, used, part, lane);
-    else add_unit<ROWS>(c, w, reader, unit, own, team, room, turns, used, part, lane);
-    if (last_of(team->counts + at, lane)) {
+    bool few = unit.rows <= 2;
+    float* room = sums + (few ? slot * 2 : SLOTS * 2) * ROW_SUMS;
+    u32 *count = team->counts + (few ? slot : SLOTS), *turns = team->turns + (few ? slot : SLOTS), turn = few ? used : wide;
+    if (unit.fp8) add_unit<WIDE>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
+    else if (few) add_unit<RUNS>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
+    else add_unit<ROWS>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
+    if (last_of(count, lane)) {
       if (unit.up) leave_up(c, w, own, room, unit, lane);
       else leave_down(c, w, own, room, unit, lane);
       __syncwarp();
-      if (lane == 0) team->counts[at] = 0, tell_here(turns, (unit.fp8 ? wide : used) + 1);
+      if (lane == 0) *count = 0, tell_here(turns, turn + 1);
     }
     for (part -= unit.chunks; part < 0; part += TEAM) {}
-    if (unit.fp8) wide++;
-    else if (++slot == slots) slot = 0, used++;
+    if (!few) wide++;
+    else if (++slot == SLOTS) slot = 0, used++;
   }
 }
 
@@ -537,7 +536,6 @@ __device__ __forceinline__ void plan(const Call& c, const Work& w, Shared* own, 
   if (id >= 0) {
     u32 rows = own->rows[entry];
     own->choice[entry][__popc(rows & ((1u << row) - 1))] = row << 8 | choice;
-    atomicMax(&own->most, (u32)__popc(rows));
   }
   __syncthreads();
 }
@@ -578,5 +576,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   }
   if (!early) reader.fill(lane);
   reader.take_early(own);
-  multiply(c, w, reader, own, team, sums + number * (c.slots + MOST_ROWS) * ROW_SUMS, part, lane);
+  multiply(c, w, reader, own, team, sums + number * (2 * SLOTS + MOST_ROWS) * ROW_SUMS, part, lane);
 }

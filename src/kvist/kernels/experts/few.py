@@ -25,19 +25,18 @@ MOST_ROWS = 8
 MOST_CHOICES = 144
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 16
-MOST_SLOTS = 8
 CLAIMED = 32
-SLOTS = 16
-"""Rows' sums of units that a team has room for, beside those of a unit of the shared expert."""
-_TEAM_WORDS = 2 * (MOST_SLOTS + 1) + 2 + CLAIMED
-_OWN_WORDS = WARPS // TEAM * _TEAM_WORDS + 32 + 3 * MOST_CHOICES + 3 + MOST_ROWS + MOST_CHOICES * MOST_ROWS // 2
-SHARED_BYTES = WARPS * STAGES * (CODES + 256) + -(-_OWN_WORDS // 4) * 16 + (SLOTS + MOST_ROWS) * WARPS * 256
+SLOTS = 4
+"""Units of one or two rows whose sums a team has room for, beside one of any rows."""
+_TEAM_WORDS = 2 * (SLOTS + 1) + 2 + CLAIMED
+_OWN_WORDS = WARPS // TEAM * _TEAM_WORDS + 32 + 3 * MOST_CHOICES + 2 + MOST_ROWS + MOST_CHOICES * MOST_ROWS // 2
+SHARED_BYTES = WARPS * STAGES * (CODES + 256) + -(-_OWN_WORDS // 4) * 16 + (2 * SLOTS + MOST_ROWS) * WARPS * 256
 _SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("few.cu"))
 _POINTERS = (
     "rows", "ids", "weights", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes", "shared_up_scales",
     "shared_down_codes", "shared_down_scales", "halves", "hidden", "each", "out", "counters",
 )  # fmt: skip
-_COUNTS = ("width", "hidden_width", "count", "chosen", "slots")
+_COUNTS = ("width", "hidden_width", "count", "chosen")
 
 
 class _Call(ctypes.Structure):
@@ -99,7 +98,7 @@ def few_experts(
             "shared_down_codes": shared.down.codes, "shared_down_scales": shared.down.scales,
         }  # fmt: skip
     call = _Call(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()}, width=d, hidden_width=f, count=n, chosen=k, slots=SLOTS,
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()}, width=d, hidden_width=f, count=n, chosen=k,
         limit=limit,
     )  # fmt: skip
     blocks = blocks_of(device) if blocks is None else blocks
