@@ -135,8 +135,12 @@ def translated(source: str) -> str:
 def build(paths: tuple[Path, ...], threads: dict[str, int], folder: Path) -> dict[str, OnCpu]:
     """The named kernels (name -> threads a block) of sources put together. Raises CalledProcessError if they do not compile."""
     text = "".join(path.read_text() for path in paths)
+
+    def taken_by(name: str) -> str:
+        return re.findall(rf"\b{name}\(const __grid_constant__ (\w+)", text)[0]
+
     entries = [
-        f'extern "C" int run_{name}(Call* c, int blocks, int together) '
+        f'extern "C" int run_{name}({taken_by(name)}* c, int blocks, int together) '
         f"{{ return run_blocks(blocks, {count}, together, [=] {{ {name}(*c); }}); }}\n"
         for name, count in threads.items()
     ]

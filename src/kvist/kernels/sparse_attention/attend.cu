@@ -38,18 +38,23 @@ __device__ __forceinline__ void expect_sent(u32 at, int bytes) {
 // Matrix products: A and B are tiles in shared memory, swizzled by 128 bytes.
 __device__ __forceinline__ u32 descriptor(u32 at, int leading) { return ((at & 0x3FFFF) >> 4) | ((u32)(leading >> 4) << 16); }
 
+// Operands in lists: `TEN(4)` stands for %40 to %49, `SUMS8(i)` for eight of the sums.
+#define TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define SIXTEEN TEN() ", %10, %11, %12, %13, %14, %15"
+#define THIRTY_TWO TEN() ", " TEN(1) ", " TEN(2) ", %30, %31"
+#define SIXTY_FOUR TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3) ", " TEN(4) ", " TEN(5) ", %60, %61, %62, %63"
+#define NINETY_SIX \
+  TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3) ", " TEN(4) ", " TEN(5) ", " TEN(6) ", " TEN(7) ", " TEN(8) ", %90, %91, %92, %93, %94, %95"
+#define SUMS8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS32(i) SUMS8(i), SUMS8(i + 8), SUMS8(i + 16), SUMS8(i + 24)
+
 // Heads x keys, 16 channels a step: both sides contiguous in channels.
 __device__ __forceinline__ void product_scores(float (&d)[32], u32 a, u32 b, int keep) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, " HIGH "};\nmov.b64 b, {%33, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-      "%25, %26, %27, %28, %29, %30, %31"
-      "}, a, b, p, 1, 1, 0, 0;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" THIRTY_TWO "}, a, b, p, 1, 1, 0, 0;\n}\n"
+      : SUMS32(0)
       : "r"(a), "r"(b), "r"(keep));
 }
 
@@ -57,111 +62,50 @@ __device__ __forceinline__ void product_scores(float (&d)[32], u32 a, u32 b, int
 __device__ __forceinline__ void values_192(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%96, " HIGH "};\nmov.b64 b, {%97, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-      "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NINETY_SIX "}, a, b, 1, 1, 1, 0, 1;\n}\n"
+      : SUMS32(0), SUMS32(32), SUMS32(64)
       : "r"(a), "r"(b));
 }
 __device__ __forceinline__ void values_128(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%64, " HIGH "};\nmov.b64 b, {%65, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SIXTY_FOUR "}, a, b, 1, 1, 1, 0, 1;\n}\n"
+      : SUMS32(0), SUMS32(32)
       : "r"(a), "r"(b));
 }
 __device__ __forceinline__ void values_64(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%32, " HIGH "};\nmov.b64 b, {%33, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" THIRTY_TWO "}, a, b, 1, 1, 1, 0, 1;\n}\n"
+      : SUMS32(0)
       : "r"(a), "r"(b));
 }
 __device__ __forceinline__ void values_32(float* d, u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%16, " HIGH "};\nmov.b64 b, {%17, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" SIXTEEN "}, a, b, 1, 1, 1, 0, 1;\n}\n"
+      : SUMS8(0), SUMS8(8)
       : "r"(a), "r"(b));
 }
 __device__ __forceinline__ void own_values_192(float* d, const u32* p, u32 b) {
   asm volatile(
       "{\n.reg .b64 b;\nmov.b64 b, {%100, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-      "}, {%96, %97, %98, %99}, b, 1, 1, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NINETY_SIX "}, {%96, %97, %98, %99}, b, 1, 1, 1, 1;\n}\n"
+      : SUMS32(0), SUMS32(32), SUMS32(64)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
 }
 __device__ __forceinline__ void own_values_64(float* d, const u32* p, u32 b) {
   asm volatile(
       "{\n.reg .b64 b;\nmov.b64 b, {%36, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" THIRTY_TWO "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
+      : SUMS32(0)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
 }
 __device__ __forceinline__ void own_values_32(float* d, const u32* p, u32 b) {
   asm volatile(
       "{\n.reg .b64 b;\nmov.b64 b, {%20, " HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, b, 1, 1, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" SIXTEEN "}, {%16, %17, %18, %19}, b, 1, 1, 1, 1;\n}\n"
+      : SUMS8(0), SUMS8(8)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(b));
 }
 template <int N> __device__ __forceinline__ void product_values(float* d, u32 a, u32 b) {
@@ -211,40 +155,28 @@ __device__ __forceinline__ int fresh(int x) {
   return x;
 }
 
-struct Call {
-  const u8 *q, *window, *window_scales, *pages;
-  u8* out;
-  const float *sink, *cosines, *sines;
-  const i64* spans;
-  const int *slots, *table, *topk;
-  i64 window_stride, scale_stride, slot_stride, slot_scale_stride, page_bytes;
-  int queries, heads, selected, ring, window_length, table_width, main_codes, main_scales, page_shift, turned, splits;
-  float scale;
-};
-
 // What a block works on.
 struct Item {
   int n, head, part, split, first, tiles;  // first: tile number within the query
 };
-template <int PARTS> __device__ __forceinline__ Item item_of(const Call& c, int number) {
+template <int PARTS> __device__ __forceinline__ Item item_of(const Call& c, u32 number) {
   Item x;
-  int head_tiles = (c.heads + 63) / 64;
-  x.split = number % c.splits;
-  number /= c.splits;
+  u32 head_tiles = (u32)(c.heads + 63) / 64, splits = c.splits;
+  x.split = number % splits;
+  number /= splits;
   x.part = number % PARTS;
   number /= PARTS;
   x.head = number % head_tiles * 64;
   x.n = number / head_tiles;
-  int all = (c.window_length + TILE - 1) / TILE + (c.selected + TILE - 1) / TILE;
-  x.first = all * x.split / c.splits;
-  x.tiles = all * (x.split + 1) / c.splits - x.first;
+  u32 all = (u32)(c.window_length + TILE - 1) / TILE + (u32)(c.selected + TILE - 1) / TILE;
+  x.first = all * x.split / splits;
+  x.tiles = all * (x.split + 1) / splits - x.first;
   return x;
 }
 
-
 // A block's items are neighbours, so that successive queries share most of their windows.
-__device__ __forceinline__ int first_item(int items) { return (int)((i64)items * blockIdx.x / gridDim.x); }
-__device__ __forceinline__ int last_item(int items) { return (int)((i64)items * (blockIdx.x + 1) / gridDim.x); }
+__device__ __forceinline__ int first_item(u32 items) { return items * blockIdx.x / gridDim.x; }
+__device__ __forceinline__ int last_item(u32 items) { return items * (blockIdx.x + 1) / gridDim.x; }
 
 // Addresses of the barriers: tiles full (buffer) and free (buffer, half), probabilities ready (buffer), queries full and free.
 struct Barriers {
@@ -306,9 +238,11 @@ struct Producer {
   __device__ void ask_ids(const Item& x, int item) {
     uint2* to = rows(item);
     int thread = fresh(warp * 32 + lane), start = (int)c.spans[2 * x.n], stop = (int)c.spans[2 * x.n + 1];
+    // From the last on: ids are asked for before it is known where the window lies.
 #pragma unroll 1
-    for (int i = thread; i < x.tiles * TILE; i += PRODUCERS) {
+    for (int i = thread + x.tiles * TILE / PRODUCERS * PRODUCERS; i >= 0; i -= PRODUCERS) {
       int key = x.first * TILE + i, places = window_tiles * TILE, chosen = key - places;
+      if (i >= x.tiles * TILE) continue;
       if (chosen >= 0 && chosen < c.selected) copy_word(&to[i].y, c.topk + (i64)x.n * c.selected + chosen);
       else {
         // A row of the window keeps its place in the tiles from query to query.
@@ -381,36 +315,37 @@ struct Producer {
     for (int i = 0; i < 4; i++) parts |= (rows_changed >> (4 * i) & 15) != 0 ? 1u << i : 0;
     return parts;
   }
-  // Rows of 512 bytes: a quarter of a chunk in two of the four rows of a part, two apart, for chunks four apart.
-  __device__ __forceinline__ void load_fp8(Unit& u, const uint2* from, int part, int slot) {
+  // Rows of 512 bytes, one (r) of the two that a thread has of a part's four: a quarter of a chunk, for chunks four apart.
+  __device__ __forceinline__ void load_fp8(Unit& u, int r, const uint2* from, int part, int slot) {
     int lane = fresh(this->lane), q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
-    const u8 *codes = c.window + slot * c.slot_stride + chunk * 64 + q * 16;
-    const u8 *scales = c.window_scales + slot * c.slot_scale_stride + chunk * 2 + (q >> 1);
+    const u8* codes = c.window + slot * c.slot_stride + chunk * 64 + q * 16;
+    const u8* scales = c.window_scales + slot * c.slot_scale_stride + chunk * 2 + (q >> 1);
+    uint2 at = from[8 * warp + 4 * part + 2 * r + pair];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      uint2 at = from[8 * warp + 4 * part + 2 * r + pair];
-      bool real = at.y != ~0u;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u.code[2 * r + i] = make_uint4(0, 0, 0, 0);
-        u.scale[2 * r + i] = 0;
-        if (real) {
-          u.code[2 * r + i] = __ldg((const uint4*)(codes + at.y * c.window_stride + i * 256));
-          u.scale[2 * r + i] = __ldg(scales + at.y * c.scale_stride + i * 8);
-        }
+    for (int i = 0; i < 2; i++) {
+      u.code[2 * r + i] = make_uint4(0, 0, 0, 0);
+      u.scale[2 * r + i] = 0;
+      if (at.y != ~0u) {
+        u.code[2 * r + i] = __ldg((const uint4*)(codes + at.y * c.window_stride + i * 256));
+        u.scale[2 * r + i] = __ldg(scales + at.y * c.scale_stride + i * 8);
       }
     }
   }
-  __device__ __forceinline__ void store_fp8(const Unit& u, u8* tile, int part) {
-    int lane = fresh(this->lane), q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3;
+  __device__ __forceinline__ void store_fp8(const Unit& u, int r, u8* tile, int part) {
+    int lane = fresh(this->lane), q = lane & 3, pair = (lane >> 2) & 1, chunk = lane >> 3, row = 8 * warp + 4 * part + 2 * r + pair;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      int row = 8 * warp + 4 * part + 2 * (k >> 1) + pair;
-      u8* to = tile + (chunk + 4 * (k & 1)) * CHUNK + row * 128;
+    for (int i = 0; i < 2; i++) {
+      int k = 2 * r + i;
+      u8* to = tile + (chunk + 4 * i) * CHUNK + row * 128;
       u32 f = fp8_factor(u.scale[k]);
       *(uint4*)(to + (((2 * q) ^ (row & 7)) << 4)) = expand_fp8(u.code[k].x, u.code[k].y, f);
       *(uint4*)(to + (((2 * q + 1) ^ (row & 7)) << 4)) = expand_fp8(u.code[k].z, u.code[k].w, f);
     }
+  }
+  // What is expanded first of a tile; `parts`: of a tile of the window.
+  __device__ __forceinline__ void load_first(Unit& u, const uint2* from, bool window, u32 parts, int slot) {
+    if (!window) load_fp4(u, from);
+    else if (parts & 3) load_fp8(u, 0, from, parts & 1 ? 0 : 1, slot), load_fp8(u, 1, from, parts & 1 ? 0 : 1, slot);
   }
 };
 
@@ -432,11 +367,11 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
   group_barrier(2, PRODUCERS);
   for (; number < stop; number++, item++) {
     Item x = item_of<PARTS>(c, number);
-    int windows = min(max(p.window_tiles - x.first, 0), x.tiles), tile = kept && (item & 1) ? windows : 0;
+    int windows = min(max(p.window_tiles - x.first, 0), x.tiles), tile = kept && !(item & 1) ? windows : 0;
     bool more = number + 1 < stop;
     int next_number = more ? number + 1 : number, next_slot = c.slots[item_of<PARTS>(c, fresh(next_number)).n];
     u32 parts = ~0u;  // of the window's tiles that are expanded
-    if (kept && item > 0 && !(item & 1)) {
+    if (kept && (item & 1)) {
       if (slot == slot_before) parts = p.changed_parts(item);
       group_barrier(2, PRODUCERS);  // before the rows of the item before are written over
     }
@@ -448,8 +383,7 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
       if (lane == 0) arrive(bars.queries());
     }
     Unit unit;
-    if (tile >= windows) p.load_fp4(unit, rows);
-    else if (parts & 3) p.load_fp8(unit, rows, parts & 1 ? 0 : 1, slot);
+    p.load_first(unit, rows, tile < windows, parts >> (2 * tile), slot);
     if (more) p.ask_ids(item_of<PARTS>(c, fresh(next_number)), item + 1);
     for (int i = 0; i < x.tiles; i++) {
       int b = i & 1;
@@ -458,11 +392,15 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
       filled ^= 1u << b;
       if (tile < windows) {
         u32 these = parts >> (2 * tile);
+        // Half a part's registers are loaded again while the other half is expanded.
         if (these & 1) {
-          p.store_fp8(unit, to, 0);
-          if (these & 2) p.load_fp8(unit, rows, 1, slot);
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            p.store_fp8(unit, r, to, 0);
+            if (these & 2) p.load_fp8(unit, r, rows, 1, slot);
+          }
         }
-        if (these & 2) p.store_fp8(unit, to, 1);
+        if (these & 2) p.store_fp8(unit, 0, to, 1), p.store_fp8(unit, 1, to, 1);
       } else {
         p.store_fp4(unit, to);
       }
@@ -476,11 +414,7 @@ template <int PARTS> __device__ __forceinline__ void produce(const Call& c, u8* 
       if (lane == 0) arrive(bars.full(b));
       tile = tile + 1 == x.tiles ? 0 : tile + 1;
       rows = p.rows(item) + tile * TILE;
-      if (i + 1 < x.tiles) {
-        u32 these = parts >> (2 * tile);
-        if (tile >= windows) p.load_fp4(unit, rows);
-        else if (these & 3) p.load_fp8(unit, rows, these & 1 ? 0 : 1, slot);
-      }
+      if (i + 1 < x.tiles) p.load_first(unit, rows, tile < windows, parts >> (2 * tile), slot);
       if (i == 0 && more) {
         p.copies_wait();
         Item y = item_of<PARTS>(c, fresh(next_number));
@@ -550,8 +484,6 @@ template <int PARTS, int GROUP> struct Consumer {
         for (int k = 0; k < 2; k++)
           if (!((j < 4 ? low : high) & (1u << ((8 * j + k) & 31)))) s[4 * j + k] = s[4 * j + 2 + k] = -__int_as_float(0x7F800000);
     }
-    // Rows h * 8 apart share their place in the swizzle.
-    int to = P_AT + b * CHUNK + row * 128 + (((row & 7) << 4) | ((lane & 3) << 2));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float most = s[2 * h];
@@ -570,11 +502,14 @@ template <int PARTS, int GROUP> struct Consumer {
         float p0 = power2(fmaf(s[4 * j + 2 * h], c.scale, -higher)), p1 = power2(fmaf(s[4 * j + 2 * h + 1], c.scale, -higher));
         sum += p0 + p1;
         p[2 * j + h] = bfloat_pair(p0, p1);
-        *(u32*)(shared + ((to ^ (j << 4)) + h * 1024)) = p[2 * j + h];
       }
       total[h] = total[h] * shrink[h] + sum;
       if ((lane & 3) == 0) shrinks(b)[row + 8 * h] = shrink[h];
     }
+    // Four parts of 8 x 8 at a time: both rows, two neighbours in columns.
+    u32 to = shared_address(shared + P_AT + b * CHUNK + (warp * 16 + (lane & 15)) * 128) + (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) store_rows(to ^ (j << 4), p + 2 * j);
     barriers_ready();
     __syncwarp();
     if (lane == 0) arrive(bars.ready(b));
@@ -678,10 +613,12 @@ template <int PARTS, int GROUP> struct Consumer {
       }
     }
     // What is rotated is read again: few channels are, and the code for them would stand at every store.
+    const int FOURS = COUNT / 16;  // of units
+    int turned = (x.part * W::CHANNELS_HERE + BASE + FOURS * 32 - CHANNELS + 2 * c.turned + 31) / 32;
 #pragma unroll 1
-    for (int i = 0; i < COUNT / 8; i++) {
+    for (int i = 2 * (FOURS - min(max(turned, 0), FOURS)); i < 2 * FOURS; i++) {
       int head = x.head + row() + 8 * (i & 1), unit = (x.part * W::CHANNELS_HERE + BASE) / 8 + q + i / 2 * 4;
-      if (head >= c.heads || unit * 8 + 8 <= CHANNELS - 2 * c.turned) continue;
+      if (head >= c.heads) continue;
       uint4* at = (uint4*)(c.out + ((i64)x.n * c.heads + head) * CHANNELS * 2) + unit;
       *at = Turn(c, x.n, unit, -1.f).of(*at);
     }
@@ -817,20 +754,16 @@ template <int PARTS> __device__ __forceinline__ void score_and_sum(const Call& c
       wait(bars.full(b), (used >> b) & 1);
       used ^= 1u << b;
       w.score(s, b);
-      if (tile > 0) {  // the products of the tile before have long been done
-        products_wait<1>();
-        w.free_half(b ^ 1, 0), w.free_half(b ^ 1, 1);
-      }
       products_wait<0>();
       __syncwarp();
       if (tile + 1 == x.tiles && w.lane == 0) arrive(bars.queries_free());
       w.weigh(s, b, shrink, p);
       w.shrink_sums(acc, shrink);
       w.gather_own(acc, p, x, b);
+      products_wait<0>();
+      w.free_half(b, 0), w.free_half(b, 1);
     }
     w.ask_sinks(x, sink);
-    products_wait<0>();
-    w.free_half((x.tiles - 1) & 1, 0), w.free_half((x.tiles - 1) & 1, 1);
     w.join_totals();
     if (c.splits > 1) {
       w.leave_share(acc, x);

@@ -34,12 +34,6 @@ __device__ __forceinline__ void add_values(float (&d)[SUMS], u32 a, u32 b) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
       : "r"(a), "r"(b));
 }
-// A fragment of 16 x 16 to shared memory, in rows of eight: a lane gives the address of one.
-__device__ __forceinline__ void store_rows(u32 at, const u32 (&a)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
-}
-
 // Clusters: the first half of their barrier without publishing what was written; a block's place, and other blocks' shared memory.
 __device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ int place_in_cluster() {
@@ -77,15 +71,7 @@ __device__ __forceinline__ uint4 expand_fp8(u32 low, u32 high, u32 f) {
                     expand_fp8_pair(__byte_perm(low, high, 0x6020), f), expand_fp8_pair(__byte_perm(low, high, 0x7030), f));
 }
 
-struct Call {
-  const u8 *q, *window, *window_scales, *pages;
-  u8* out;
-  const float *sink, *cosines, *sines;
-  const i64* spans;
-  const int *slots, *table, *topk;
-  i64 window_stride, scale_stride, slot_stride, slot_scale_stride, page_bytes;
-  int queries, heads, selected, ring, window_length, table_width, main_codes, main_scales, page_shift, turned, splits;
-  float scale;
+struct FewCall : Call {
   uint4* shares;  // [query, part of the heads, share, quad]
 };
 
@@ -93,8 +79,8 @@ struct Call {
 struct Item {
   int n, part, head, share, first, tiles;  // first: tile number within the query
 };
-__device__ __forceinline__ int parts_of(const Call& c) { return (c.heads + HEADS - 1) / HEADS; }
-template <bool ONE> __device__ __forceinline__ Item item_of(const Call& c) {
+__device__ __forceinline__ int parts_of(const FewCall& c) { return (c.heads + HEADS - 1) / HEADS; }
+template <bool ONE> __device__ __forceinline__ Item item_of(const FewCall& c) {
   int number = number_of_cluster(), parts = parts_of(c);
   Item x{number / parts, number % parts, 0, place_in_cluster(), 0, 1};
   x.head = x.part * HEADS, x.first = x.share;
@@ -113,7 +99,7 @@ struct Part {
 };
 
 struct Reader {
-  const Call& c;
+  const FewCall& c;
   int n, slot, row, unit, window_tiles;  // row: the thread's first of a tile; unit: its 32 channels
   const int* far;                        // the slot's pages
   int* here;                             // their copy in shared memory
@@ -169,7 +155,7 @@ struct Queries {
   int head, i, quarter;
 
   __device__ __forceinline__ bool works() const { return (threadIdx.x & 127) < 4 * HEADS; }
-  __device__ __forceinline__ void fetch(const Call& c, const Item& x) {
+  __device__ __forceinline__ void fetch(const FewCall& c, const Item& x) {
     i = threadIdx.x & 3, head = (threadIdx.x >> 2) & 31, quarter = threadIdx.x >> 7;
     if (!works()) return;
     const u8* from = c.q + ((i64)x.n * c.heads + x.head + head) * CHANNELS * 2 + (16 * quarter + i) * 16;
@@ -179,7 +165,7 @@ struct Queries {
       if (x.head + head < c.heads) v[t] = __ldg((const uint4*)(from + 64 * t));
     }
   }
-  __device__ __forceinline__ void store(const Call& c, const Item& x, u8* shared) {
+  __device__ __forceinline__ void store(const FewCall& c, const Item& x, u8* shared) {
     if (!works()) return;
     if (quarter == 3 && c.turned) v[2] = Turn(c, x.n, 56 + i, 1.f).of(v[2]), v[3] = Turn(c, x.n, 60 + i, 1.f).of(v[3]);
     u8* to = shared + Q_AT + (2 * quarter + (i >> 1)) * Q_CHUNK + head * 128;
@@ -197,7 +183,7 @@ struct Queries {
 };
 
 struct Multiplier {
-  const Call& c;
+  const FewCall& c;
   u8* shared;
   int group, warp, lane;  // warp: of four
 
@@ -380,7 +366,7 @@ struct Multiplier {
   }
 };
 
-template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
+template <bool ONE> __device__ __forceinline__ void attend_few(const FewCall& c) {
   extern __shared__ u8 raw[];
   u8* shared = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
   int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // the same for all lanes, as the compiler then knows
@@ -441,5 +427,5 @@ template <bool ONE> __device__ __forceinline__ void attend_few(const Call& c) {
   else m.join_shares<1, ONE ? 1 : 2>(x, warp, sink);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 2) attend_one(const __grid_constant__ Call c) { attend_few<true>(c); }
-extern "C" __global__ void __launch_bounds__(512, 1) attend_several(const __grid_constant__ Call c) { attend_few<false>(c); }
+extern "C" __global__ void __launch_bounds__(512, 2) attend_one(const __grid_constant__ FewCall c) { attend_few<true>(c); }
+extern "C" __global__ void __launch_bounds__(512, 1) attend_several(const __grid_constant__ FewCall c) { attend_few<false>(c); }

@@ -11,6 +11,18 @@ static const float NONE = -1e30f;
 // The high word of a product's descriptor: rows of 128 bytes, groups of 8 rows 1,024 bytes apart.
 #define HIGH "0x40000040"
 
+// What both kernels take: pointers, strides in bytes, counts; `scale` brings scores to powers of two.
+struct Call {
+  const u8 *q, *window, *window_scales, *pages;
+  u8* out;
+  const float *sink, *cosines, *sines;
+  const i64* spans;
+  const int *slots, *table, *topk;
+  i64 window_stride, scale_stride, slot_stride, slot_scale_stride, page_bytes;
+  int queries, heads, selected, ring, window_length, table_width, main_codes, main_scales, page_shift, turned, splits;
+  float scale;
+};
+
 // A barrier of all threads of a cluster's blocks.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -34,6 +46,12 @@ __device__ __forceinline__ u32 fp8_factor(u32 e8m0) {
   return bits | (bits << 16);
 }
 
+// A fragment of 16 x 16 to shared memory, in rows of eight: a lane gives the address of one.
+__device__ __forceinline__ void store_rows(u32 at, const u32* a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+}
+
 // Rotate a pair of bfloat16 channels, rounding as the definition does.
 __device__ __forceinline__ u32 turned_pair(u32 x, float c, float s) {
   float a = low_of(x), b = high_of(x);
@@ -44,7 +62,7 @@ struct Turn {
   bool any;
   float cosine[4], sine[4];
 
-  template <class Call> __device__ __forceinline__ Turn(const Call& c, int n, int unit, float back) {
+  __device__ __forceinline__ Turn(const Call& c, int n, int unit, float back) {
     any = unit * 8 + 8 > CHANNELS - 2 * c.turned;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
