@@ -228,6 +228,7 @@ def test_few_queries_with_large_scores(shares: int, monkeypatch: pytest.MonkeyPa
         (16, 10, 5),
         (24, 10, 4),
         (32, 10, 3),
+        (36, 10, 3),
         (64, 10, 2),
         (68, 10, 0),
         (256, 1, 0),

@@ -35,6 +35,8 @@ _SOURCES = (*_SHARED, Path(__file__).with_name("attend.cu"))
 FEW_HEADS, FEW_SHARES, FEW_TILES, FEW_TURNED = 16, 10, 5, 32
 """What `attend_few.cu` is built for: heads a block, blocks of a cluster, rotated pairs (the last 64 channels); and up to how many
 tiles a block it is the faster one."""
+H200_CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 9: 9, 10: 7}
+"""Clusters side by side, by their blocks."""
 FEW_PAGES = 8192
 """Of a page table, copied to shared memory; a wider one is read where it lies."""
 _FEW_BYTES, _FEW_TILE_BYTES = 1024 + -(-(16384 + 2048 + 17408 + 1280 + 704) // 1024) * 1024, 65536
@@ -67,8 +69,13 @@ class _FewCall(_Call):
 
 
 def clusters_at_once(blocks: int, programs: int) -> int:
-    """Clusters of so many blocks that run side by side, a block a multiprocessor: an H200 has groups of 16 to 18 of these."""
-    return programs // blocks if blocks <= 2 else programs // 18 * (16 // blocks)
+    """Clusters of so many blocks that run side by side, a block a multiprocessor: what the driver says of an H200's 132
+    (`cuOccupancyMaxActiveClusters`), elsewhere groups of 16 to 18 multiprocessors."""
+    if blocks <= 2:
+        return programs // blocks
+    if programs == 132 and blocks in H200_CLUSTERS:
+        return H200_CLUSTERS[blocks]
+    return programs // 18 * (16 // blocks)
 
 
 def few_shares(clusters: int, tiles: int, programs: int) -> int:
