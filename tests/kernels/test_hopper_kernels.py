@@ -240,6 +240,21 @@ def test_shares_of_few_queries_run_side_by_side(clusters: int, tiles: int, share
     assert attend_kernels.few_shares(clusters, tiles, 132) == shares
 
 
+@pytest.mark.skipif(not ON_HOPPER, reason="needs the compiler beside a Hopper card")
+@pytest.mark.parametrize("name", ATTEND_FEW)
+def test_products_of_few_queries_do_not_wait_for_each_other(name: str) -> None:
+    """Where registers are short, or a loop may not run at all, ptxas quietly puts a wait behind every matrix product."""
+    from kvist.kernels.device.cuda_source import built as compiled
+    from tests.kernels.hopper import Built
+
+    source = "".join(path.read_text() for path in attend_kernels._FEW_SOURCES)
+    cubin = compiled(source, attend_kernels._FEW_SOURCES[-1].name, "sm_90a")
+    sass = Built(name=name, registers=0, local_bytes=0, shared_bytes=0, cubin=cubin).sass()
+    kernel = sass.split(f"Function : {name}\n")[1].split("Function : ")[0]
+    assert kernel.count("HGMMA") == 16
+    assert kernel.count("WARPGROUP.DEPBAR") <= 4
+
+
 @pytest.mark.parametrize("shares", [1, 2])
 def test_page_tables_wider_than_shared_memory_takes(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(8)
