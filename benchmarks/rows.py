@@ -54,7 +54,7 @@ class Row:
         for name, number in numbers.items():
             if number is not None and not math.isfinite(number):
                 raise BadRow(f"{self.bench}/{self.case}: {name} is {number}, rows hold finite numbers")
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
