@@ -60,3 +60,16 @@ def test_graphs_take_what_was_planned_for_them() -> None:
     taken = reserved() - before
     print(f"{taken:,} bytes for graphs and their logits, planned {planned}")
     assert sum(planned.values()) / 3 < taken <= sum(planned.values())
+
+
+def test_an_engine_plans_for_the_room_that_its_steps_need() -> None:
+    """A pass of 512 rows has spare ones too, so it takes the room of 768."""
+    from kvist.engine.budget import EngineConfig
+    from kvist.engine.card.cost import graph_bytes
+    from kvist.engine.card.serving import graph_needs
+    from kvist.presets import preset
+
+    config = preset("v41-flash-slim")
+    engine = EngineConfig(pages=1, max_running=5, step_cost=512, speculation=1)
+    found = graph_needs(config, engine)
+    assert found == graph_bytes(config, requests=(1, 2, 4, 8), rows=2, passes=32, widest=768, ends=8)

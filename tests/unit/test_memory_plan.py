@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from kvist.cache.identity import image_content
 from kvist.config import ModelConfig, VisionConfig, replace
 from kvist.engine.budget import EngineConfig, plan_memory
-from kvist.engine.card.cost import GRAPH_ROOM, graph_bytes, pass_bytes
+from kvist.engine.card.cost import GRAPH_ROOM, KEPT_BYTES, graph_bytes, pass_bytes
 from kvist.engine.card.page_mover import PART_BYTES, PageMover
 from kvist.engine.engine import Engine
 from kvist.engine.errors import BudgetTooSmall
@@ -144,8 +144,8 @@ def test_graphs_of_a_card_take_the_widest_and_the_logits_of_all() -> None:
     few = graph_bytes(slim, requests=(1,), rows=1, passes=32, widest=768, ends=8)
     logit = 4 * slim.vocab_size
     assert few["step logits"] == logit
-    assert few["graphs"] == pytest.approx(GRAPH_ROOM * pass_bytes(slim, 768) + 32 * 8 * logit)
+    assert few["graphs"] == pytest.approx(KEPT_BYTES + GRAPH_ROOM * pass_bytes(slim, 768) + 32 * 8 * logit)
     many = graph_bytes(slim, requests=(1, 2, 4, 64), rows=6, passes=32, widest=160, ends=8)
     assert many["step logits"] == 71 * 21 * logit
     drafts = 71 * slim.dspark_block_size * logit
-    assert many["graphs"] == pytest.approx(GRAPH_ROOM * pass_bytes(slim, 64 * 6) + 32 * 8 * logit + drafts)
+    assert many["graphs"] == pytest.approx(KEPT_BYTES + GRAPH_ROOM * pass_bytes(slim, 64 * 6) + 32 * 8 * logit + drafts)

@@ -27,6 +27,12 @@ class Room:
     runs: int
 
 
+def spare_rows(runs: int) -> int:
+    """Rows of the spare slot that a room of so many requests must have: groups of queries that are scored together are filled up
+    by them."""
+    return 2 + 2 * runs
+
+
 def room_for(planned: Pass, sizes: Sizes) -> Room | None:
     """The smallest room of a pass; None for one of too many rows or requests, or of which nothing, or more than a row of each
     request, is wanted."""
@@ -34,8 +40,7 @@ def room_for(planned: Pass, sizes: Sizes) -> Room | None:
     runs = next((most for most in RUNS if most >= len(planned.pieces)), None)
     if runs is None or not 0 < wanted <= runs:
         return None
-    # Groups of queries that are scored together are filled up by those of the spare slot: a few of its rows must be there.
-    spare = 2 + 2 * runs
+    spare = spare_rows(runs)
     usual = runs * (sizes.window + 8)
     held = [
         next((most for most in (*first, *ROWS) if most >= count + spare), None) for count, first in ((rows, ()), (deep, (usual,)))

@@ -24,7 +24,7 @@ from kvist.engine.budget import EngineConfig
 from kvist.engine.card import cost, passes
 from kvist.engine.card.device_model import BUCKETS, Batch, DeviceModel
 from kvist.engine.card.draft import CardDrafts
-from kvist.engine.card.rooms import ROWS, RUNS
+from kvist.engine.card.rooms import ROWS, RUNS, spare_rows
 from kvist.engine.card.small_passes import MOST_GRAPHS, SmallPasses, WatchedPrefill
 from kvist.engine.card.state import CardState
 from kvist.engine.card.weights import CardWeights
@@ -222,7 +222,8 @@ def graph_needs(config: ModelConfig, engine: EngineConfig) -> dict[str, int]:
     """Device bytes of what an engine's steps and passes may capture, by name."""
     most = min(engine.max_running, BUCKETS[-1])
     requests = [bucket for number, bucket in enumerate(BUCKETS) if not number or BUCKETS[number - 1] < most]
-    widest = next((rows for rows in ROWS if rows >= max(engine.step_cost, engine.mixed_cost)), ROWS[-1])
+    cost_rows = max(engine.step_cost, engine.mixed_cost) + spare_rows(RUNS[-1])
+    widest = next((rows for rows in ROWS if rows >= cost_rows), ROWS[-1])
     return cost.graph_bytes(
         config, requests=requests, rows=1 + engine.drafts(config), passes=MOST_GRAPHS, widest=widest, ends=RUNS[-1]
     )
