@@ -104,7 +104,7 @@ TARGETS: tuple[Target, ...] = (
 SECTIONS: dict[str, tuple[str, str]] = {
     "attention": ("gpu-attention", r".*"),
     "selection": ("gpu-select", r"scan.*|candidate.*|prefill.*FP8 sums"),
-    "projections": ("gpu-linear", r".* (1|64|4096) rows"),
+    "projections": ("gpu-linear", r".* (1|2|8|64|4096) rows"),
     "one row": ("gpu-row", r".*"),
     "experts": ("gpu-experts", r".*"),
     "streams": ("gpu-streams", r".*"),
