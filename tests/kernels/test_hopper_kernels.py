@@ -362,6 +362,33 @@ def test_selection_of_single_queries(requests: int, m: int, k: int, publish: int
         assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
 
 
+@pytest.mark.parametrize(("publish", "candidates"), [(20, 0), (0, 40)])
+def test_selection_of_more_queries_than_a_launch_keeps_scores_of(
+    publish: int, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five queries, two a launch: the same rows as by one launch."""
+    x = Choice(5, 1, 700, equal=False)
+    pool = None
+    if candidates:
+        pool = torch.full((5, candidates), -1, dtype=torch.int32)
+        for n in range(5):
+            some = torch.randperm(-(-int(x.visible[n]) // 8))[:candidates].sort().values.int()
+            pool[n, : len(some)] = some
+        pool = pool.to(DEVICE)
+    launches = []
+    launch = select_kernels._launch_few
+    monkeypatch.setattr(select_kernels, "_launch_few", lambda *a, **b: launches.append(len(a[0])) or launch(*a, **b))
+    whole = select_kernels.select_few(*x.there, rows=700, k=64, pool_NB=pool, publish_blocks=publish)
+    monkeypatch.setattr(select_kernels, "MOST_SCORES", 2 * (8 * candidates or 700) + 1)
+    parts = select_kernels.select_few(*x.there, rows=700, k=64, pool_NB=pool, publish_blocks=publish)
+    assert launches == [5, 2, 2, 1] and torch.equal(whole.topk_NK, parts.topk_NK)
+    if publish:
+        assert whole.candidates_NB is not None and parts.candidates_NB is not None
+        assert torch.equal(whole.candidates_NB, parts.candidates_NB)
+    else:
+        assert whole.candidates_NB is parts.candidates_NB is None
+
+
 def test_selection_of_queries_that_see_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing, one row, a few: most blocks of the launch have no share, and both lists are picked side by side."""
     monkeypatch.setattr(select_kernels, "multiprocessors", lambda _: 4)

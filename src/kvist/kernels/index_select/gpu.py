@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvist.kernels.device import interpreted
 from kvist.kernels.device.pages import DevicePages, multiprocessors, require_on_gpu
-from kvist.kernels.index_select.hopper import MOST_SCORES, fits, many_fit, select_few, select_many
+from kvist.kernels.index_select.hopper import MOST_LAUNCHES, MOST_SCORES, fits, many_fit, select_few, select_many
 from kvist.kernels.index_select.ref import Selection
 from kvist.kernels.index_select.scan_triton import join, scan
 
@@ -54,6 +54,9 @@ def _check(q_NJI: Tensor, weight_NJ: Tensor, k: int, publish_blocks: int, block_
 
 def groups_of(counts: list[int], together: int, device: torch.device) -> Tensor:
     """int32 [G,2] (first query, queries) for requests with `counts` queries each, at most `together` in a group."""
+    if together == 1:  # made on the device: a step that is being captured may ask for them
+        first_G = torch.arange(sum(counts), dtype=torch.int32, device=device)
+        return torch.stack((first_G, torch.ones_like(first_G)), 1)
     rows, first = [], 0
     for count in counts:
         rows += [(first + at, min(together, count - at)) for at in range(0, count, together)]
@@ -123,7 +126,9 @@ def select_packed(
             )
             limits = _block_limits(visible_N, block_size)
             return Selection(topk, None if maxima is None else _join(maxima, None, limits, publish_blocks))
-        if 0 < len(q_NJI) * _scanned(rows, pool_NB, block_size) <= MOST_SCORES:
+        # A pool is small, and passes that have one bring thousands of queries: those gain nothing by several launches.
+        launches = MOST_LAUNCHES if pool_NB is None else 1
+        if 0 < len(q_NJI) * _scanned(rows, pool_NB, block_size) <= MOST_SCORES * launches:
             return select_few(
                 q_NJI, weight_NJ, pages, slot_N, visible_N, rows=rows, k=k, pool_NB=pool_NB, publish_blocks=publish_blocks
             )

@@ -20,8 +20,8 @@ from kvist.kernels.index_select.ref import Selection
 CHANNELS, MOST_HEADS, BLOCK = 128, 32, 8
 BINS, PROGRESS = 4096, 64
 MOST_CHOSEN = 4096
-MOST_SCORES = 1 << 26
-"""Scores that `select_few` may keep for a call; `scan_triton` keeps none."""
+MOST_SCORES, MOST_LAUNCHES = 1 << 26, 8
+"""Scores that a launch of `select_few` may keep, and launches of a call; `scan_triton` keeps none."""
 TILE = 64
 GROUP = 16
 """Queries that `select_many` scores together."""
@@ -154,7 +154,34 @@ def select_few(
     pool_NB: Tensor | None = None,
     publish_blocks: int = 0,
 ) -> Selection:
-    """See `gpu.select_packed`; only where `fits`. Queries read their keys alone, in one launch whose programs wait."""
+    """See `gpu.select_packed`; only where `fits`. Queries read their keys alone, so many of them go some at a time."""
+    n = len(q_NJI)
+    each = max(1, MOST_SCORES // max(1, rows if pool_NB is None else pool_NB.shape[1] * BLOCK))
+    parts = []
+    for start in range(0, n, each):
+        at = slice(start, start + each)
+        pool = None if pool_NB is None else pool_NB[at]
+        given = (q_NJI[at], weight_NJ[at], pages, slot_N[at], visible_N[at], pool)
+        parts.append(_launch_few(*given, rows=rows, k=k, publish_blocks=publish_blocks))
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [part.candidates_NB for part in parts if part.candidates_NB is not None]
+    return Selection(torch.cat([part.topk_NK for part in parts]), torch.cat(blocks) if blocks else None)
+
+
+def _launch_few(
+    q_NJI: Tensor,
+    weight_NJ: Tensor,
+    pages: DevicePages,
+    slot_N: Tensor,
+    visible_N: Tensor,
+    pool_NB: Tensor | None,
+    *,
+    rows: int,
+    k: int,
+    publish_blocks: int,
+) -> Selection:
+    """One launch, whose programs wait for each other; the next one reads and writes nothing before this one has ended."""
     n, heads, _ = q_NJI.shape
     device = q_NJI.device
     programs = multiprocessors(device)
