@@ -13,7 +13,7 @@ from kvist.engine.budget import EngineConfig
 from kvist.engine.drafter import Proposal
 from kvist.engine.engine import Engine
 from kvist.engine.errors import EmptyPrompt, NonFiniteLogits, RequestTooLong
-from kvist.engine.request import ImageInput, Job, Request
+from kvist.engine.request import FinishedEvent, ImageInput, Job, Request
 from kvist.engine.runner import StepResult
 from kvist.engine.sampler import SamplingParams
 from tests.engine_fakes import Scripted, follow
@@ -94,6 +94,23 @@ def test_logits_that_are_not_finite_end_one_request(entries: str, step: int) -> 
     again = watched.add(ask(PROMPTS[1]))
     watched.finish()
     assert sound(watched, again).end.usage.cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_a_chunk_that_is_not_finite_ends_its_request_at_once() -> None:
+    """Rows of an early chunk may never be selected again: no logit would tell, and the page would stay for others."""
+    fake = Scripted(EngineConfig(pages=60, page_tokens=4, max_running=2, step_cost=8, mixed_cost=8, speculation="off"))
+    scripted = fake.engine.runner.run
+
+    def run(pieces):  # type: ignore[no-untyped-def]
+        result = scripted(pieces)
+        return result._replace(finite=[piece.start > 0 for piece in pieces])
+
+    fake.engine.runner.run = run  # type: ignore[method-assign]
+    fake.engine.add(Request(prompt=[5 + i for i in range(40)], max_tokens=2, ignore_end=True))
+    events = fake.engine.step()
+    assert [type(event.error) for event in events if isinstance(event, FinishedEvent)] == [NonFiniteLogits]
+    assert fake.engine.idle
+    assert fake.engine.pages.index.pages == 0
 
 
 def test_streams_that_are_not_finite_publish_nothing() -> None:

@@ -64,6 +64,16 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
         assert int(torch.isfinite(filter_logits(logits, SamplingParams(temperature=1.0, top_p=p))).sum()) == count
 
 
+def test_top_p_counts_a_long_flat_tail() -> None:
+    """One token of 30% and 6,999 equal ones, each far below the best: 0.9 takes nearly all of them, lower ids first."""
+    logits = torch.full((7000,), -8.0)
+    logits[3] = 0.0
+    kept = torch.isfinite(filter_logits(logits, SamplingParams(temperature=1.0, top_p=0.9)))
+    total = 1 + 6999 * np.exp(-8.0)
+    assert int(kept.sum()) == 1 + int(np.ceil((0.9 * total - 1) / np.exp(-8.0)))
+    assert bool(kept[: int(kept.sum())].all())
+
+
 def bits(allowed: list[int], size: int) -> np.ndarray:
     """A mask of `size` ids that allows some."""
     flags = np.zeros(size, np.uint8)
