@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME | list | table | thin`: the command line of the measurements.
 
-Owns arguments and exit status (1: a result was wrong and nothing is reported; 2: a user's mistake). Knows no benchmark.
+Owns arguments, exit status (1: a result was wrong and neither it nor what follows is reported; 2: a user's mistake) and that rows
+are kept as they come. Knows no benchmark.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import registry, tables
 from benchmarks.cases import Options, WrongResult
-from benchmarks.rows import RESULTS, Machine, append, thin
+from benchmarks.rows import RESULTS, Machine, Row, append, thin
 from benchmarks.runner import measure
 
 
@@ -57,12 +59,23 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     options = Options(rounds=arguments.rounds, quick=arguments.quick)
     command = f"python -m benchmarks {arguments.name} --rounds {arguments.rounds}" + " --quick" * arguments.quick
     machine = Machine.here()
-    lines, rows = measure(benchmark, options, machine, command)
+    kept: list[Path] = []
+    refused: list[OSError] = []
+
+    def keep(row: Row) -> None:
+        try:
+            kept.append(append([row], machine.key))
+        except OSError as error:  # said at the end: the table and the line have the row all the same
+            refused.append(error)
+
+    given = () if arguments.no_keep or arguments.quick else (keep,)
+    lines, rows = measure(benchmark, options, machine, command, *given)
     tables.show(lines, console)
     print(json.dumps({"bench": benchmark.name, "rows": [json.loads(row.to_json()) for row in rows]}), flush=True)
-    if not (arguments.no_keep or arguments.quick):  # after the line: rows that no file takes are not lost
-        path = append(rows, machine.key)
-        console.print(f"{len(rows)} rows appended to {path.relative_to(path.parents[2])}")
+    if kept:
+        console.print(f"{len(kept)} rows appended to {kept[0].relative_to(kept[0].parents[2])}")
+    if refused:
+        raise refused[0]
     return 0
 
 

@@ -1,6 +1,7 @@
 """Runs one benchmark: every case's correctness check first, then its variants interleaved, then the table and the rows.
 
-Owns the order of measurement. A red check ends the run without a row. Knows nothing of what the variants compute.
+Owns the order of measurement. A red check ends the run; cases before it, each behind a check of its own, have their rows. Knows
+nothing of what the variants compute.
 """
 
 from __future__ import annotations
@@ -64,8 +65,17 @@ def interleave(variants: Mapping[str, Callable[[], object]], rounds: int) -> dic
     return {name: Timing(seconds=tuple(values)) for name, values in seconds.items()}
 
 
-def measure(benchmark: Benchmark, options: Options, machine: Machine, command: str) -> tuple[list[Line], list[Row]]:
-    """All cases of a benchmark. Raises `WrongResult` (from a check) before anything of that case is timed."""
+def measure(
+    benchmark: Benchmark,
+    options: Options,
+    machine: Machine,
+    command: str,
+    keep: Callable[[Row], object] = lambda row: None,
+) -> tuple[list[Line], list[Row]]:
+    """All cases of a benchmark; `keep` gets each row as it is measured, so that a run that is cut loses one case.
+
+    Raises `WrongResult` (from a check) before anything of that case is timed.
+    """
     lines: list[Line] = []
     rows: list[Row] = []
     for case in benchmark.build(options):
@@ -73,6 +83,7 @@ def measure(benchmark: Benchmark, options: Options, machine: Machine, command: s
         new_lines, row = _measure_case(benchmark.name, case, options, machine, command)
         lines += new_lines
         rows.append(row)
+        keep(row)
     if not rows:
         raise ValueError(f"benchmark {benchmark.name} yielded no case")
     return lines, rows
