@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvist.kernels.device import pack_fp4_panels, pack_fp8_panels, stack_panels, unpack_panels
 from kvist.kernels.device.row import counters
-from kvist.kernels.experts import ResidentBank, experts
+from kvist.kernels.experts import experts
 from kvist.kernels.experts import few as module
 from kvist.kernels.experts.few import few_experts
-from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.hyper_connections.row import STREAM_SOURCE
 from kvist.kernels.quantise import quantise
-from kvist.quant import quantise_fp4_weight, quantise_fp8_weight
 from tests.kernels.cuda_on_cpu import OnCpu, build
+from tests.kernels.expert_banks import Values, bank_of
 
 Builder = Callable[[torch.device], dict[str, Any]]
 
@@ -42,27 +40,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     source = Path(str(module.__file__)).with_name("few.cu")
     made = build((STREAM_SOURCE, source), {"experts_few": module.THREADS}, tmp_path_factory.mktemp("few"))
     return lambda device: {name: Together(kernel) for name, kernel in made.items()}
-
-
-class Values(ResidentBank):
-    """Experts as matrices."""
-
-    def __init__(self, bank: GpuBank) -> None:
-        self.bank = bank
-
-    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        both = unpack_panels(self.bank.gate_up, index)
-        return both[0::2], unpack_panels(self.bank.down, index), both[1::2]
-
-
-def bank_of(form: str, d: int, f: int, count: int) -> GpuBank:
-    store, pack = (quantise_fp4_weight, pack_fp4_panels) if form == "fp4" else (quantise_fp8_weight, pack_fp8_panels)
-    ups, downs = [], []
-    for _ in range(count):
-        gate, up, down = (store(torch.randn(*shape) * 2 * shape[1] ** -0.5) for shape in ((f, d), (f, d), (d, f)))
-        ups.append(pack(*gate, up=up))
-        downs.append(pack(*down))
-    return GpuBank(stack_panels(ups), stack_panels(downs))
 
 
 def rows_of(n: int, d: int, k: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvist.kernels.device import PanelWeight, pack_fp4_panels, pack_fp8_panels, stack_panels, unpack_panels
+from kvist.kernels.device import PanelWeight, pack_fp8_panels, unpack_panels
 from kvist.kernels.device.row import Parts, counters
-from kvist.kernels.experts import ResidentBank, experts
+from kvist.kernels.experts import experts
 from kvist.kernels.experts import row as experts_row_module
-from kvist.kernels.experts.gpu_bank import GpuBank
 from kvist.kernels.experts.row import Router, experts_row, given_experts_row
 from kvist.kernels.hyper_connections import Mix, enter, leave
 from kvist.kernels.hyper_connections import row as streams_module
@@ -29,8 +28,9 @@ from kvist.kernels.linear.row import Entry, product_of_parts, product_of_streams
 from kvist.kernels.quantise import quantise
 from kvist.kernels.routing import route
 from kvist.kernels.routing.rows import CHOOSE_SOURCE
-from kvist.quant import pack_fp8, quantise_fp4_weight, quantise_fp8_weight
+from kvist.quant import pack_fp8, quantise_fp8_weight
 from tests.kernels.cuda_on_cpu import OnCpu, build
+from tests.kernels.expert_banks import Values, bank_of
 
 Builder = Callable[[torch.device], dict[str, Any]]
 EPS = 1e-6
@@ -215,27 +215,6 @@ def test_rank_and_window_entry(streams_kernel: Builder, linear_kernels: Builder)
     entry.codes[2, 3] = entry.scales[2, 3] = 0
     assert not entry.codes.any()
     assert not entry.scales.any()
-
-
-class Values(ResidentBank):
-    """Experts as float matrices."""
-
-    def __init__(self, bank: GpuBank) -> None:
-        self.bank = bank
-
-    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        both = unpack_panels(self.bank.gate_up, index)
-        return both[0::2], unpack_panels(self.bank.down, index), both[1::2]
-
-
-def bank_of(form: str, d: int, f: int, count: int) -> GpuBank:
-    store, pack = (quantise_fp4_weight, pack_fp4_panels) if form == "fp4" else (quantise_fp8_weight, pack_fp8_panels)
-    ups, downs = [], []
-    for _ in range(count):
-        gate, up, down = (store(torch.randn(*shape) * 2 * shape[1] ** -0.5) for shape in ((f, d), (f, d), (d, f)))
-        ups.append(pack(*gate, up=up))
-        downs.append(pack(*down))
-    return GpuBank(stack_panels(ups), stack_panels(downs))
 
 
 @pytest.mark.parametrize(
