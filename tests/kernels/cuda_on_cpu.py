@@ -165,3 +165,15 @@ class OnCpu:
         """Run all clusters one after the other. Raises RuntimeError where threads wait for each other for ever."""
         if self._run(ctypes.byref(argument), blocks, blocks if together else cluster):
             raise RuntimeError("a block hangs: its threads wait for each other")
+
+
+class Together:
+    """A kernel whose blocks wait for each other: all of them run side by side."""
+
+    def __init__(self, kernel: OnCpu) -> None:
+        self._kernel = kernel
+
+    def launch(
+        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool, shared_bytes: int | None = None
+    ) -> None:
+        self._kernel.launch(argument, blocks, threads, overlap=overlap, shared_bytes=shared_bytes, together=True)

@@ -19,20 +19,10 @@ from kvist.kernels.experts import few as module
 from kvist.kernels.experts.few import few_experts
 from kvist.kernels.hyper_connections.row import STREAM_SOURCE
 from kvist.kernels.quantise import quantise
-from tests.kernels.cuda_on_cpu import OnCpu, build
+from tests.kernels.cuda_on_cpu import Together, build
 from tests.kernels.expert_banks import Values, bank_of
 
 Builder = Callable[[torch.device], dict[str, Any]]
-
-
-class Together:
-    """A kernel whose blocks wait for each other: all of them run side by side."""
-
-    def __init__(self, kernel: OnCpu) -> None:
-        self._kernel = kernel
-
-    def launch(self, argument: Any, blocks: int, threads: int, *, overlap: bool, shared_bytes: int) -> None:
-        self._kernel.launch(argument, blocks, threads, overlap=overlap, shared_bytes=shared_bytes, together=True)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,9 @@ from kvist.kernels.linear.rows import finish_rows, product_of_streams_rows, prod
 from kvist.kernels.quantise import quantise
 from kvist.kernels.routing import rows as router_module
 from kvist.kernels.routing.rows import CHOOSE_SOURCE, route_rows
-from tests.kernels.cuda_on_cpu import build
-from tests.kernels.test_row_kernels import EPS, Together, bank_of, fp8
+from tests.kernels.cuda_on_cpu import Together, build
+from tests.kernels.expert_banks import bank_of
+from tests.kernels.test_row_kernels import EPS, fp8
 
 Builder = Callable[[torch.device], dict[str, Any]]
 

@@ -5,7 +5,6 @@ Arithmetic, layouts, rings and barriers between blocks are the sources' own (`cu
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,23 +28,11 @@ from kvist.kernels.quantise import quantise
 from kvist.kernels.routing import route
 from kvist.kernels.routing.rows import CHOOSE_SOURCE
 from kvist.quant import pack_fp8, quantise_fp8_weight
-from tests.kernels.cuda_on_cpu import OnCpu, build
+from tests.kernels.cuda_on_cpu import OnCpu, Together, build
 from tests.kernels.expert_banks import Values, bank_of
 
 Builder = Callable[[torch.device], dict[str, Any]]
 EPS = 1e-6
-
-
-class Together:
-    """A kernel whose blocks wait for each other: all of them run side by side."""
-
-    def __init__(self, kernel: OnCpu) -> None:
-        self._kernel = kernel
-
-    def launch(
-        self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool, shared_bytes: int | None = None
-    ) -> None:
-        self._kernel.launch(argument, blocks, threads, overlap=overlap, shared_bytes=shared_bytes, together=True)
 
 
 def _built(folder: Path, module: str, threads: dict[str, int]) -> dict[str, OnCpu]:
