@@ -58,8 +58,8 @@ class PageMemory:
         """The numbers of such places, before anybody sees them: `pages` of each must be asked for once, however that ends."""
         with self._lock:
             if self._returned:
-                while self._returned:
-                    self._free.append(self._returned.popleft())
+                # Others may let go meanwhile, but nobody else takes out.
+                self._free += [self._returned.popleft() for _ in range(len(self._returned))]
                 self._free.sort(reverse=True)
             while len(self._free) < count:
                 first = self.places
@@ -90,20 +90,28 @@ class PageMemory:
 
     def places_of(self, payloads: Sequence[Buffer]) -> list[int]:
         """The places of pages; -1 for one that lies in other memory."""
-        holders: list[object] = [payload.obj if isinstance(payload, memoryview) else None for payload in payloads]
-        if set(map(type, holders)) <= {self._place}:
-            return [cast("_Place", holder).number for holder in holders]
-        return [holder.number if isinstance(holder, self._place) else -1 for holder in holders]
+        if set(map(type, payloads)) <= {memoryview}:
+            holders = [view.obj for view in cast("Sequence[memoryview]", payloads)]
+            if set(map(type, holders)) <= {self._place}:
+                return [place.number for place in cast("list[_Place]", holders)]
+        return [-1 if (place := self.place_of(payload)) is None else place for payload in payloads]
 
     def records(self, first: int, count: int) -> memoryview:
         """Places `first`, `first` + 1, ... of one piece as one writable run of bytes."""
         at = first % self.each * self.record_bytes
         return self._pieces[first // self.each][at : at + count * self.record_bytes]
 
-    def runs(self, places: Sequence[int]) -> list[tuple[int, int]]:
+    def runs(self, places: list[int]) -> list[tuple[int, int]]:
         """(first, stop) of maximal runs of neighbours in a list of places, as positions in it."""
-        cuts = [at for at, (a, b) in enumerate(pairwise(places), 1) if b != a + 1 or not b % self.each]
-        return list(pairwise([0, *cuts, len(places)])) if places else []
+        if not places:
+            return []
+        first, stop = places[0], len(places)
+        if places == list(range(first, first + stop)):
+            # As most are, and found so in a fourth of the time: only the ends of pieces cut.
+            cuts = list(range(self.each - first % self.each, stop, self.each))
+        else:
+            cuts = [at for at, (a, b) in enumerate(pairwise(places), 1) if b != a + 1 or not b % self.each]
+        return list(pairwise([0, *cuts, stop]))
 
     def _page(self, number: int) -> memoryview:
         piece, at = divmod(number, self.each)

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, cast
 
 from kvist.cache.host_tier import HostTier
@@ -206,6 +207,9 @@ class Tiers:
 
     def get_many(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         """`get` for keys in order, with one look at those of them that lie in host memory, or have been read ahead."""
+        return chain.from_iterable(self._looks(keys))
+
+    def _looks(self, keys: Sequence[bytes]) -> Iterator[Sequence[Buffer | None]]:
         at, look = 0, _FIRST_LOOK
         try:
             while at < len(keys):
@@ -221,9 +225,9 @@ class Tiers:
                         found.append(payload)
                         at += 1
                     self.counters.disk_hits += len(found) - before
-                yield from found
+                yield found
                 if not found:
-                    yield self.get(keys[at])
+                    yield [self.get(keys[at])]
                     at += 1
         finally:
             # Behind all pages, which may be on their way to a card meanwhile.

@@ -25,16 +25,19 @@ PART_BYTES = 64 << 20
 """Bytes of a part: so long that the host's work for the next one is hidden even where processors are slow."""
 FIRST_BYTES = 32 << 20
 """Bytes of a restore's first part, so that the link begins early, and is busy for as long as the host names the next."""
+GROWTH = 2
+"""How much larger each of a restore's parts is than the one before, at most."""
 FIRST_SAVED_BYTES = 8 << 20
 """Bytes of a save's first part, whose places are named afterwards; its others are at most as large as a restore's first."""
 
 
 class _Lane:
-    """A stream with staging for `records` records on the device."""
+    """A stream with staging for `records` records on the device, and the pages of it, at `page` of each, in wide elements."""
 
-    def __init__(self, records: int, record_bytes: int, device: torch.device) -> None:
+    def __init__(self, records: int, record_bytes: int, page: slice, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.device_RB = torch.empty(records, record_bytes, dtype=torch.uint8, device=device)
+        self.pages_RE = self.device_RB[:, page].view(torch.int64)
 
     def entered(self) -> AbstractContextManager[object]:
         """The lane's stream as the current one."""
@@ -60,9 +63,8 @@ class PageMover:
         self._first, self._first_saved = (max(1, min(self.part, most // size)) for most in (FIRST_BYTES, FIRST_SAVED_BYTES))
         # Wide elements: a page is a multiple of 128 bytes.
         self.pool_PB = pool_PB.view(torch.int64)
-        self.lanes = [_Lane(self.part, size, self.device) for _ in range(2)]
-        self._pages = slice(page_at, page_at + page_bytes)
-        self._pieces = list[Tensor]()
+        self.lanes = [_Lane(self.part, size, slice(page_at, page_at + page_bytes), self.device) for _ in range(2)]
+        self._pieces_RB = list[Tensor]()
         self._host_ids = torch.empty(len(self.pool_PB), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._sent = torch.cuda.Event() if self.device.type == "cuda" else None
         self._leaving = deque[tuple[torch.cuda.Event, list[Buffer]]]()
@@ -78,39 +80,43 @@ class PageMover:
         Pages that lie in `memory` leave from there, others are copied into it. The copies are under way when this returns: what
         is queued on the current stream afterwards sees the pages. Raises ValueError for pages that the pool does not have.
         """
-        self._let_go()
-        ids: Tensor | None = None
-        coming, first, size = iter(payloads), 0, self._first
+        coming, first, size, numbered = iter(payloads), 0, self._first, False
+        # Allocated for the current stream, which outlives both lanes' work.
+        ids = self.pool_PB.new_empty(len(pages))
         with self._lanes() as lanes:
             while first < len(pages):
                 wanted = min(size, len(pages) - first)
                 part, places = self._owned(islice(coming, wanted))
                 lane = next(lanes)
-                self._send(lane, part, places)
-                # The first copy is on its way before the page numbers are looked at.
-                ids = self._numbers(pages) if ids is None else ids
-                self._scatter(lane, ids[first : first + len(part)])
-                # Of the link's time for a part, the host takes half to prepare as large a one: the next is as much larger.
-                first, size = first + len(part), min(2 * size, self.part)
+                with lane.entered():
+                    self._send(lane, part, places)
+                    if not numbered:
+                        # The first copy is on its way before the page numbers are looked at.
+                        self._number(pages, ids)
+                        numbered = True
+                    self._scatter(lane, ids[first : first + len(part)])
+                # The host takes less than a third of the link's time for a part to prepare as large a one.
+                first, size = first + len(part), min(GROWTH * size, self.part)
                 if len(part) < wanted:
                     break
+        self._let_go()
         return first
 
     def save(self, pages: Sequence[int]) -> list[memoryview]:
         """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there. Raises
         MemoryError where no memory for places is left."""
         self._let_go()
-        ids, first, size = self._numbers(pages), 0, self._first_saved
+        ids, first, size = self.pool_PB.new_empty(len(pages)), 0, self._first_saved
+        self._number(pages, ids)
         places = self.memory.reserve(len(pages))
         try:
             with self._lanes() as lanes:
                 while first < len(pages):
                     lane, stop = next(lanes), min(first + size, len(pages))
                     with lane.entered():
-                        staged_RB = lane.device_RB[: stop - first]
-                        staged_RB[:, self._pages].view(torch.int64).copy_(self.pool_PB[ids[first:stop]])
+                        lane.pages_RE[: stop - first].copy_(self.pool_PB[ids[first:stop]])
                         for places_RB, at in self._runs(places[first:stop]):
-                            places_RB.copy_(staged_RB[at : at + len(places_RB)], non_blocking=True)
+                            places_RB.copy_(lane.device_RB[at : at + len(places_RB)], non_blocking=True)
                     first, size = stop, min(2 * size, self._first)
         finally:
             # Making so many views takes the host as long as the copies the link. Whatever happened: places that are let go must
@@ -126,9 +132,9 @@ class PageMover:
         try:
             piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         except RuntimeError as error:
-            have = sum(piece.nbytes for piece in self._pieces)
+            have = sum(piece_RB.nbytes for piece_RB in self._pieces_RB)
             raise MemoryError(f"no {nbytes:,} bytes of host memory to pin for pages, beside {have:,}: {error}") from error
-        self._pieces.append(piece)
+        self._pieces_RB.append(piece.view(-1, self.memory.record_bytes))
         return piece.numpy().data
 
     def _owned(self, payloads: Iterator[Buffer | None]) -> tuple[list[Buffer], list[int]]:
@@ -139,7 +145,10 @@ class PageMover:
                 break
             held.append(payload)
         places = self.memory.places_of(held)
-        for at in [at for at, place in enumerate(places) if place < 0]:
+        elsewhere = [at for at, place in enumerate(places) if place < 0] if -1 in places else []
+        if elsewhere:
+            self._let_go()
+        for at in elsewhere:
             try:
                 held[at] = self.memory.own(held[at])
             except MemoryError as error:
@@ -149,18 +158,16 @@ class PageMover:
             (places[at],) = self.memory.places_of(held[at : at + 1])
         return held, places
 
-    def _runs(self, places: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+    def _runs(self, places: list[int]) -> Iterator[tuple[Tensor, int]]:
         """Records [n, record bytes] of neighbouring places, and at which of `places` each run begins."""
         for first, stop in self.memory.runs(places):
             piece, at = divmod(places[first], self.memory.each)
-            records_RB = self._pieces[piece].view(-1, self.memory.record_bytes)
-            yield records_RB[at : at + stop - first], first
+            yield self._pieces_RB[piece][at : at + stop - first], first
 
-    def _send(self, lane: _Lane, held: list[Buffer], places: Sequence[int]) -> None:
-        """Pages on their way into a lane's staging; their places stay taken until they have left."""
-        with lane.entered():
-            for places_RB, at in self._runs(places):
-                lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
+    def _send(self, lane: _Lane, held: list[Buffer], places: list[int]) -> None:
+        """Pages on their way into the staging of a lane that is entered; their places stay taken until they have left."""
+        for places_RB, at in self._runs(places):
+            lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
         if lane.stream is not None:
             self._leaving.append((lane.stream.record_event(), held))
 
@@ -170,15 +177,15 @@ class PageMover:
             self._leaving.popleft()
 
     def _scatter(self, lane: _Lane, ids: Tensor) -> None:
+        """The pages in a lane's staging, which is entered, into those of the pool."""
         if not len(ids):
             return
-        with lane.entered():
-            if lane.stream is not None and self._sent is not None:
-                # They may have left after the lanes began; the current stream outlives both.
-                lane.stream.wait_event(self._sent)
-            self.pool_PB.index_copy_(0, ids, lane.device_RB[: len(ids), self._pages].view(torch.int64))
+        if lane.stream is not None and self._sent is not None:
+            # They may have been sent by the other lane.
+            lane.stream.wait_event(self._sent)
+        self.pool_PB.index_copy_(0, ids, lane.pages_RE[: len(ids)])
 
-    def _numbers(self, pages: Sequence[int]) -> Tensor:
+    def _number(self, pages: Sequence[int], ids: Tensor) -> None:
         """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both."""
         numbers = np.asarray(pages, dtype=np.int64)
         bad = numbers[(numbers < 0) | (numbers >= len(self.pool_PB))]
@@ -186,20 +193,23 @@ class PageMover:
             raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
         if self._sent is not None:
             self._sent.synchronize()
-        self._host_ids[: len(numbers)].numpy()[:] = numbers
-        ids = self._host_ids[: len(numbers)].to(self.device, non_blocking=True)
+        host_ids = self._host_ids[: len(numbers)]
+        host_ids.numpy()[:] = numbers
+        ids.copy_(host_ids, non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.device))
-        return ids
 
     @contextmanager
     def _lanes(self) -> Iterator[Iterator[_Lane]]:
         """Lanes in turn, behind the current stream's work; what follows there is behind theirs."""
         streams = [lane.stream for lane in self.lanes if lane.stream is not None]
+        if streams:
+            current = torch.cuda.current_stream(self.device)
+            before = current.record_event()
         for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_event(before)
         try:
             yield cycle(self.lanes)
         finally:
             for stream in streams:
-                torch.cuda.current_stream(self.device).wait_stream(stream)
+                current.wait_stream(stream)
