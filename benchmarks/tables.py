@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.rows import ROOT, Row, load
 from benchmarks.runner import Line
-from benchmarks.targets import SLIM, section_table, targets_table
+from benchmarks.targets import SLIM, named_peers, section_table, targets_table
 
 README = ROOT / "README.md"
 ALL = ROOT / "docs" / "measurements.md"
@@ -92,7 +92,7 @@ def markdown(rows: list[tuple[str, Row]], only: Pairs | None = None) -> str:
         "|---|---|--:|--:|--:|---|---|---|---|",
     ]
     for (key, bench, case), row in newest.items():
-        peers = ", ".join(f"{name} {number(value)}" for name, value in row.peers.items())
+        peers = ", ".join(f"{name} {number(value)}" for name, value in named_peers(row))
         floor = "" if row.floor is None else number(row.floor)
         percent = "" if row.percent_of_floor is None else f"{row.percent_of_floor:.0f}"
         lines.append(

@@ -117,6 +117,11 @@ SECTIONS: dict[str, tuple[str, str]] = {
 """Section of the page: its benchmark, and which cases (without the proxy's words) it shows."""
 
 
+def named_peers(row: Row) -> list[tuple[str, float]]:
+    """Peers but for other cuts of the same kernel, which are named by a tuple of sizes that means nothing to a reader."""
+    return [(name, value) for name, value in row.peers.items() if not name.startswith("(")]
+
+
 def targets_table(newest: Newest) -> str:
     """A line a target: the bound, the newest row, whether it keeps the bound. A target without a row says so."""
     lines = ["| operator or workload | target | now | met | % of floor |", "|---|--:|--:|---|--:|"]
@@ -155,8 +160,7 @@ def _floor(row: Row) -> str:
 
 
 def _peers(row: Row) -> str:
-    """Peers but for other cuts of the same kernel, which are named by a tuple of sizes."""
-    return ", ".join(f"{name} {_short(value)}" for name, value in row.peers.items() if not name.startswith("("))
+    return ", ".join(f"{name} {_short(value)}" for name, value in named_peers(row))
 
 
 def _short(value: float) -> str:

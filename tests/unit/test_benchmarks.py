@@ -186,6 +186,11 @@ def test_a_table_of_chosen_rows_keeps_their_order() -> None:
     assert tables.markdown(kept, ()) == "No row is kept yet."
 
 
+def test_tables_leave_out_other_cuts_of_the_same_kernel() -> None:
+    row = dataclasses.replace(h200_row("b", "c", value=2.0), peers={"(8, 2, 4)": 3.0, "cuBLAS": 4.0})
+    assert tables.markdown([("h200", row)]).splitlines()[-1].split(" | ")[5] == "cuBLAS 4"
+
+
 def test_pages_of_this_repository_have_the_markers_and_valid_rows() -> None:
     for page in (tables.README, tables.ALL):
         text = page.read_text()

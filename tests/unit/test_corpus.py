@@ -32,6 +32,7 @@ from kvist.train.corpus.decode import (
 )
 from kvist.train.corpus.dedup import HeldOutGuard, NearDuplicates
 from kvist.train.corpus.excerpt import whole_chapters
+from kvist.train.corpus.fetch import archive_of, unpack_archive
 from kvist.train.corpus.markup import html_to_text, osis_to_text
 from kvist.train.corpus.sources import SOURCES, TIERS, Source
 from kvist.train.corpus.tokens import TokenSet, encode_documents
@@ -379,6 +380,18 @@ def test_reading_before_building_says_what_to_run(tmp_path: Path):
     with pytest.raises(ValueError, match="corpus build"):
         next(read_documents(tmp_path, "prose", "train"))
     assert text_path(tmp_path, "prose", "train").name == "prose.train.jsonl"
+
+
+def test_a_damaged_archive_and_a_missing_client_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("made-1.0-py3-none-any.whl", "made-1.0.tgz"):
+        (tmp_path / name).write_bytes(b"PK no archive")
+        with pytest.raises(ValueError, match=f"{name} is damaged .*; delete it"):
+            unpack_archive(tmp_path / name, tmp_path / "made")
+        assert not (tmp_path / "made").exists()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    source = next(source for source in SOURCES if source.registry == "deb")
+    with pytest.raises(ValueError, match="apt-get is missing"):
+        archive_of(source, tmp_path / "raw")
 
 
 @pytest.mark.parametrize("arguments", [["unpack", "--parts", "{}"], ["tokenise", "--out", "{}"], ["card", "--out", "{}"]])

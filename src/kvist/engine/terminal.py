@@ -173,6 +173,12 @@ def book_text() -> str:
     return resources.files("kvist.assets").joinpath(BOOK).read_text(encoding="utf-8")
 
 
+def whole_words(ids: list[int], tokenizer: Tokenizer, count: int) -> list[int]:
+    """`count` ids (all, if there are fewer): the begin token, then text from as early a place as lets it end with a word."""
+    late = next((at for at in range(len(ids) - count) if tokenizer.decode([ids[count + at]])[:1].isspace()), 0)
+    return [ids[0], *ids[1 + late : count + late]]
+
+
 def run_demo(name: str, out: Console) -> None:
     """The main job: continue a book, read 16K tokens and continue them, then a table of rates and cache bytes."""
     began = time.perf_counter()
@@ -181,12 +187,13 @@ def run_demo(name: str, out: Console) -> None:
     config = session.model.config
     book = book_text()
     opening = book[: book.index("\n", 900)]
-    out.print(f"\n[bold]1. A book goes on[/bold] (Persuasion, a work the model has not seen)\n[dim]{opening[-600:]}[/dim]")
+    shown = opening[opening.index(" ", len(opening) - 600) :]
+    out.print(f"\n[bold]1. A book goes on[/bold] (Persuasion, a work the model has not seen)\n[dim]...{shown}[/dim]")
     sampling = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
     params = GenerateParams(max_tokens=120, sampling=sampling)
     first = stream_to(sys.stdout.write, session, tokenizer, text_ids(session, tokenizer, opening), params, out)
 
-    ids = text_ids(session, tokenizer, book)[: min(DEMO_CONTEXT, config.max_seq_len - 200)]
+    ids = whole_words(text_ids(session, tokenizer, book), tokenizer, min(DEMO_CONTEXT, config.max_seq_len - 200))
     out.print(f"\n[bold]2. A long document[/bold]: {len(ids):,} tokens of the book, then on from there")
     out.print(f"[dim]...{tokenizer.decode(ids[-120:])}[/dim]")
     second = stream_to(sys.stdout.write, session, tokenizer, ids, params, out)

