@@ -79,6 +79,23 @@ def chained(pool: PagePool, count: int, before: int = NO_PAGE) -> list[int]:
     return pages
 
 
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_run_of_pages_is_kept_as_one_after_the_other(count: int, owned: bool) -> None:
+    at_once, one_by_one = PagePool(9), PagePool(9)
+    for pool in (at_once, one_by_one):
+        root, *others = chained(pool, 3)
+        pool.release([*others, root][: 2 if owned else 3])
+    pages = at_once.allocate(count)
+    at_once.keep_run(pages, others[-1])
+    assert chained(one_by_one, count, before=others[-1]) == pages
+    for pool in (at_once, one_by_one):
+        assert (pool.available, counts(pool)) == (6 - count, (6 - count, count + owned, 3 - owned))
+        pool.release(pages)
+        gone = [pool.evict_one() for _ in range(count + 3)]
+        assert gone == [*pages[::-1], *others[::-1], None if owned else root]
+
+
 def test_a_page_goes_after_those_behind_it() -> None:
     pool = PagePool(5)
     a, b = chained(pool, 2)
@@ -172,6 +189,11 @@ def test_the_same_page_twice_in_one_call_counts_twice() -> None:
         (lambda pool: pool.keep(1), "page 1 is free"),
         (lambda pool: pool.keep(2), "page 2 is kept already"),
         (lambda pool: pool.keep(0, 1), "page 1 is not kept; page 0 cannot"),
+        (lambda pool: pool.keep_run([0, 1]), "page 1 is free"),
+        (lambda pool: pool.keep_run([0, 2]), "page 2 is kept already"),
+        (lambda pool: pool.keep_run([0, 0]), "stands there twice"),
+        (lambda pool: pool.keep_run([0, 4]), "page 4 does not exist"),
+        (lambda pool: pool.keep_run([0], 1), "page 1 is not kept; page 0 cannot"),
         (lambda pool: pool.drop(0), "page 0 has 0 pages"),
         (lambda pool: pool.drop(2), "page 2 has 1 pages"),
         (lambda pool: pool.allocate(-1), "-1 pages"),

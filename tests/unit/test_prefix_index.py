@@ -211,6 +211,28 @@ def test_a_duplicate_may_be_followed_by_new_pages(shop: Shop) -> None:
     assert shop.hit(a).pages == holders
 
 
+@pytest.mark.parametrize("ends", [[], [18], [9, 17, 30], [3, 6, 25, 26, 27]])
+def test_pages_published_together_are_as_if_one_by_one(ends: list[int]) -> None:
+    """Where other requests had ended inside their tokens, too: those pages go, and turns are remembered."""
+    a, shops = ids(32), (Shop(), Shop())
+    for shop in shops:
+        for end in ends:
+            shop.store(a[:end])
+        pages = shop.pool.allocate(8)
+        chain, size = shop.chain(a), 8 if shop is shops[0] else 1
+        for first in range(0, 8, size):
+            holders = shop.index.publish(chain, first, pages[first : first + size])
+            assert len(holders) == size
+        shop.pool.release(pages)
+        shop.index.check()
+    together, apart = shops
+    assert together.index.counters == apart.index.counters
+    for cut in range(33):
+        both = [shop.hit([*a[:cut], 7, 7, 7, 7, 7]) for shop in shops]
+        assert both[0] == both[1]
+    assert [together.index.evict_one() for _ in range(9)] == [apart.index.evict_one() for _ in range(9)]
+
+
 def test_pages_whose_predecessor_is_gone_are_not_kept(shop: Shop) -> None:
     a = ids(18)
     chain, own = shop.chain(a), shop.pool.allocate(5)

@@ -149,8 +149,12 @@ class Chain:
         else:
             # Text alone, of which there may be a million tokens: its bytes are made at once.
             plain, size = words[:whole].astype(">u4").tobytes(), _WORD * self.page_tokens
+            digest = self.parent(first)
             for at in range(0, len(plain), size):
-                self._add(plain[at : at + size])
+                content = plain[at : at + size]
+                digest = content_digest(digest, content)
+                self.digests.append(digest)
+                self.contents.append(content)
         self._tail = words[whole:].tolist()
         return self.digests[first:]
 

@@ -150,8 +150,7 @@ class PagePool:
         Raises `ValueError` for a page that no request owns or that is kept already, or if `before` is not kept.
         """
         if not self._references[page] or self._kept[page]:
-            state = "kept already" if self._kept[page] else "free"
-            raise ValueError(f"page {page} is {state}; only a page that a request owns can be kept")
+            raise self._not_new(page)
         if before != NO_PAGE and not self._kept[before]:
             raise ValueError(f"page {before} is not kept; page {page} cannot lie behind it")
         self._kept[page] = True
@@ -162,6 +161,22 @@ class PagePool:
                 self._busy_children[before] += 1
             else:
                 self._now_busy(np.array([page]))
+
+    def keep_run(self, pages: Sequence[int], before: int = NO_PAGE) -> None:
+        """`keep` of pages, each behind the one before it. Raises as `keep`, and for a page given twice, changing nothing."""
+        index = self._checked(pages)
+        bad = index[(self._references[index] == 0) | self._kept[index]]
+        if bad.size:
+            raise self._not_new(int(bad[0]))
+        if len(np.unique(index)) < len(index):
+            raise ValueError(f"pages {list(pages)} are to lie behind each other; one of them stands there twice")
+        self.keep(pages[0], before)
+        parents, behind = index[:-1], index[1:]
+        self._kept[behind] = True
+        self._before[behind] = parents
+        # A request owns all of them, so a page's parent has an owned page behind it.
+        self._children[parents] += 1
+        self._busy_children[parents] += 1
 
     def drop(self, page: int) -> None:
         """The prefix index keeps a page no longer. Raises `ValueError` if it does not, or if kept pages lie behind it."""
@@ -256,6 +271,10 @@ class PagePool:
 
     def _evictable(self, page: int) -> bool:
         return bool(self._kept[page] and not self._references[page] and not self._children[page])
+
+    def _not_new(self, page: int) -> ValueError:
+        state = "kept already" if self._kept[page] else "free"
+        return ValueError(f"page {page} is {state}; only a page that a request owns can be kept")
 
     def _entry(self, page: int) -> int:
         return int(self._released_at[page]) << _PAGE_BITS | page

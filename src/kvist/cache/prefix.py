@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -184,18 +185,19 @@ class PrefixIndex:
         if before is None:
             self.counters.orphans += len(pages)
             return []
-        holders: list[int] = []
-        for number, page in enumerate(pages, first):
-            holder = self._holder(chain.digests[number], provenance)
-            if holder is None:
-                ends = number + 1 == last
-                self._keep(chain, number, page, before, provenance, ends=ends)
-                holder = page
-            elif holder != page:
-                self.counters.duplicates += 1
-            holders.append(holder)
-            before = holder
-        return holders
+        # Behind a page that is not kept none is, so those before it are known and the others new.
+        known = (self._holder(digest, provenance) for digest in chain.digests[first:last])
+        holders = [holder for holder in takewhile(lambda holder: holder is not None, known) if holder is not None]
+        self.counters.duplicates += sum(holder != page for holder, page in zip(holders, pages, strict=False))
+        fresh, number = pages[len(holders) :], first + len(holders)
+        before = holders[-1] if holders else before
+        if any(map(self.pool.kept, fresh)):
+            for at, page in enumerate(fresh, number):
+                self._keep(chain, at, page, before, provenance, ends=at + 1 == last)
+                before = page
+        elif fresh:
+            self._keep_run(chain, number, fresh, before, provenance)
+        return [*holders, *fresh]
 
     def publish_partial(self, chain: Chain, page: int, provenance: int = EXACT) -> int | None:
         """Keep the page of the chain that is not complete, for the tokens that it has.
@@ -308,21 +310,23 @@ class PrefixIndex:
         return (best[0], min(best[1], rest)) if best[1] else None
 
     def _lower(self, query: PrefixQuery, number: int, limit: int) -> list[LowerPage]:
-        found: list[LowerPage] = []
-        while self.tiers and number < len(query.chain.digests) and (rest := limit - number * self.page_tokens) > 0:
-            page = self._lower_page(query, number, min(rest, self.page_tokens))
+        found, size = list[LowerPage](), self.page_tokens
+        kinds = tuple(dict.fromkeys((EXACT, query.provenance)))
+        for at, digest in enumerate(query.chain.digests[number : -(-limit // size)], number):
+            page = self._lower_page(digest, kinds)
             if page is None:
                 break
-            found.append(page)
-            number += 1
+            key, provenance, tier = page
+            found.append(LowerPage(at, key, provenance, tier, min(limit - at * size, size)))
         return found
 
-    def _lower_page(self, query: PrefixQuery, number: int, tokens: int) -> LowerPage | None:
-        for provenance in dict.fromkeys((EXACT, query.provenance)):
-            key = page_key(query.chain.digests[number], provenance)
+    def _lower_page(self, digest: bytes, kinds: Sequence[int]) -> tuple[bytes, int, str] | None:
+        """Key, provenance and tier of a page, the first kind that a tier has."""
+        for provenance in kinds:
+            key = page_key(digest, provenance)
             for tier in self.tiers:
                 if tier.holds(key):
-                    return LowerPage(number, key, provenance, tier.name, tokens)
+                    return key, provenance, tier.name
         return None
 
     def _before(self, chain: Chain, number: int, provenance: int) -> int | None:
@@ -352,6 +356,22 @@ class PrefixIndex:
         if turn or ends:
             self._ends.add(page, below, content, turn=turn)
             self._trim()
+
+    def _keep_run(self, chain: Chain, first: int, pages: Sequence[int], before: int, provenance: int) -> None:
+        """`_keep` of complete pages none of which is kept: what there is to note of all of them is noted at once."""
+        self.pool.keep_run(pages, before)
+        self._ends.continued(before)
+        self._links.provenance[pages], self._links.tokens[pages] = provenance, self.page_tokens
+        self.counters.published += len(pages)
+        below = page_key(chain.parent(first), provenance)
+        for number, page in enumerate(pages, first):
+            key, content = page_key(chain.digests[number], provenance), chain.contents[number]
+            self._table.insert(key, page)
+            turn = self._supersede(below, content)
+            if turn or page == pages[-1]:
+                self._ends.add(page, below, content, turn=turn)
+                self._trim()
+            below = key
 
     def _supersede(self, below: bytes, content: bytes) -> bool:
         """Free an idle partial page whose tokens a longer page now offers as well."""
