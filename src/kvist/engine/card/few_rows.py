@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvist.engine.card.layers import Chosen, Layers, Targets
-from kvist.engine.card.one_row import Output
+from kvist.engine.card.layers import Chosen
+from kvist.engine.card.one_row import OneRow
 from kvist.engine.card.places import Places
-from kvist.engine.card.weights import CardWeights, LayerWeights, MixWeights, MoeWeights
+from kvist.engine.card.weights import CardWeights, LayerWeights, MoeWeights
 from kvist.kernels.device.row import Parts, blocks_of, on_hopper
 from kvist.kernels.experts.few import few_experts, takes
 from kvist.kernels.hyper_connections import Mix
-from kvist.kernels.hyper_connections.row import MOST_WIDTH, Head, streams_row
+from kvist.kernels.hyper_connections.row import MOST_WIDTH, Head
 from kvist.kernels.linear.row import Entry
 from kvist.kernels.linear.rows import MOST_RANK, MOST_ROWS, finish_rows, product_of_streams_rows, product_rows
 from kvist.kernels.linear.rows import fits as product_fits
 from kvist.kernels.routing.rows import fits as router_fits
 from kvist.kernels.routing.rows import route_rows
-from kvist.kernels.sparse_attention.gpu import attend_packed
 
 
 def fits(weights: CardWeights, like: Tensor) -> bool:
@@ -44,27 +43,8 @@ def _routes(moe: MoeWeights, width: int, blocks: int) -> bool:
     return router_fits(len(moe.gate), moe.active, width, blocks) and takes(moe.routed, MOST_ROWS, moe.active, moe.shared)
 
 
-class FewRows:
-    """The operators of one model on one card, for two to eight rows."""
-
-    def __init__(self, layers: Layers) -> None:
-        self.layers, self.config = layers, layers.config
-
-    def layer(
-        self, layer: LayerWeights, at: Places, x_NSD: Tensor, mix: Mix, y_ND: Output, chosen: Chosen, targets: Targets | None
-    ) -> tuple[Tensor, Mix, Tensor, Chosen]:
-        """See `DeviceModel.layer`, behind Engram."""
-        head = self._enter(layer.attention_mix, y_ND, x_NSD, mix)
-        if targets is not None:
-            targets.see(layer.spec.index, head.passed.x_NSD)
-        y_ND, mix, chosen = self._attention(layer, at, head, chosen)
-        head = self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix)
-        y_ND, mix = self._moe(layer.moe, at, head)
-        return head.passed.x_NSD, mix, y_ND, chosen
-
-    def _enter(self, w: MixWeights, y_ND: Output, x_NSD: Tensor, mix: Mix) -> Head:
-        c = self.config
-        return Head(streams_row(y_ND, x_NSD, mix, w.fn), w.base, w.scale, w.norm, c.hc_sinkhorn_iters, c.hc_eps, c.norm_eps)
+class FewRows(OneRow):
+    """The same for two to eight rows."""
 
     def _attention(self, layer: LayerWeights, at: Places, head: Head, chosen: Chosen) -> tuple[Parts, Mix, Chosen]:
         c, w, spec = self.config, layer.attention, layer.spec
@@ -76,15 +56,7 @@ class FewRows:
         rank_NQ, mix = finish_rows(parts, w.query_norm, c.norm_eps, entry, head)
         q_NX = product_rows(rank_NQ, w.query, near=True)
         assert isinstance(q_NX, Tensor)
-        if w.compressor is not None and weight_NJ is None:
-            self.layers.publish(w.compressor, spec, at, h_ND)
-        if w.indexer is not None:
-            chosen = self.layers.select(w.indexer, spec, at, h_ND, rank_NQ, chosen, weight_NJ)
-        pages = None if spec.ratio == 0 or chosen.source is None else self.layers.state.pages[chosen.source]
-        out_NHC = attend_packed(
-            q_NX.unflatten(1, (c.n_heads, c.head_dim)), ring, at.span_N2, at.slot_N, pages,
-            None if pages is None else chosen.topk_NK, w.sink, window=at.longest or self.layers.plan.window, rope=rope,
-        )  # fmt: skip
+        out_NHC, chosen = self.layers.attended(layer, at, h_ND, rank_NQ, q_NX, chosen, weight_NJ)
         narrow_NX = product_rows(out_NHC.flatten(1), w.out_a, groups=c.o_groups, quantise=True)
         assert isinstance(narrow_NX, Tensor)
         out = product_rows(narrow_NX, w.out_b, whole=False, near=True)

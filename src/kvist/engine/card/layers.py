@@ -104,23 +104,34 @@ class Layers:
         assert quantised is not None
         both = linear_gpu(quantised, w.enter, None, 1)
         rank_NQ = rows_gpu(both[:, : c.q_lora_rank], form="fp8", norm=(w.query_norm, c.norm_eps))
-        q_NHC = linear_gpu(rank_NQ, w.query, None, 1).unflatten(1, (c.n_heads, c.head_dim))
+        q_NX = linear_gpu(rank_NQ, w.query, None, 1)
         ring, rope = self.state.ring(spec.index), at.rope[spec.ratio > 0]
         assert ring.scales is not None
         write_rows(
             both[:, c.q_lora_rank :], ring.values, ring.scales, at.slot_N, at.cell_N, form="fp8",
             norm=(w.entry_norm, c.norm_eps), table=rope,
         )  # fmt: skip
-        if w.compressor is not None:
-            self.publish(w.compressor, spec, at, entered.h_ND)
+        out_NHC, chosen = self.attended(layer, at, entered.h_ND, rank_NQ, q_NX, chosen)
+        return self.out(w, out_NHC), chosen
+
+    def attended(
+        self, layer: LayerWeights, at: Places, h_ND: Tensor, rank_NQ: Tensor, q_NX: Tensor, chosen: Chosen,
+        weight_NJ: Tensor | None = None,
+    ) -> tuple[Tensor, Chosen]:  # fmt: skip
+        """What queries [N, H * C] see, [N,H,C], and what later layers may read, once the rows' window entries are written:
+        publishes, selects, attends. `weight_NJ`: what `apart` has given, which has then published too."""
+        c, w, spec = self.config, layer.attention, layer.spec
+        if w.compressor is not None and weight_NJ is None:
+            self.publish(w.compressor, spec, at, h_ND)
         if w.indexer is not None:
-            chosen = self.select(w.indexer, spec, at, entered.h_ND, rank_NQ, chosen)
+            chosen = self.select(w.indexer, spec, at, h_ND, rank_NQ, chosen, weight_NJ)
         pages = None if spec.ratio == 0 or chosen.source is None else self.state.pages[chosen.source]
         out_NHC = attend_packed(
-            q_NHC, ring, at.span_N2, at.slot_N, pages, None if pages is None else chosen.topk_NK, w.sink,
-            window=at.longest or self.plan.window, rope=rope,
+            q_NX.unflatten(1, (c.n_heads, c.head_dim)), self.state.ring(spec.index), at.span_N2, at.slot_N, pages,
+            None if pages is None else chosen.topk_NK, w.sink, window=at.longest or self.plan.window,
+            rope=at.rope[spec.ratio > 0],
         )  # fmt: skip
-        return self.out(w, out_NHC), chosen
+        return out_NHC, chosen
 
     def _alone(self, rows: int) -> Tensor:
         """Every query a group of its own."""

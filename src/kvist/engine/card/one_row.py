@@ -18,7 +18,6 @@ from kvist.kernels.hyper_connections import Mix
 from kvist.kernels.hyper_connections.gpu import leave_gpu
 from kvist.kernels.hyper_connections.row import Head, streams_row
 from kvist.kernels.linear.row import MOST_INPUTS, Entry, product_of_parts, product_of_streams, product_row
-from kvist.kernels.sparse_attention.gpu import attend_packed
 
 Output = Tensor | Parts | None
 """A sublayer's output [1,D], whole or in parts; None before the first."""
@@ -55,15 +54,15 @@ class OneRow:
 
     def layer(
         self, layer: LayerWeights, at: Places, x_NSD: Tensor, mix: Mix, y_ND: Output, chosen: Chosen, targets: Targets | None
-    ) -> tuple[Tensor, Mix, Parts, Chosen]:
+    ) -> tuple[Tensor, Mix, Tensor | Parts, Chosen]:
         """See `DeviceModel.layer`, behind Engram."""
         head = self._enter(layer.attention_mix, y_ND, x_NSD, mix)
         if targets is not None:
             targets.see(layer.spec.index, head.passed.x_NSD)
         y_ND, mix, chosen = self._attention(layer, at, head, chosen)
         head = self._enter(layer.moe_mix, y_ND, head.passed.x_NSD, mix)
-        out = self._moe(layer.moe, at, head)
-        return head.passed.x_NSD, out[1], out[0], chosen
+        y_ND, mix = self._moe(layer.moe, at, head)
+        return head.passed.x_NSD, mix, y_ND, chosen
 
     def _enter(self, w: MixWeights, y_ND: Output, x_NSD: Tensor, mix: Mix) -> Head:
         c = self.config
@@ -76,25 +75,15 @@ class OneRow:
         parts, h_ND, _ = product_of_streams(head, w.enter)
         weight_NJ = self.layers.apart(w, spec, at, h_ND)
         entry = Entry(w.entry_norm, *rope, ring.values, ring.scales, at.slot_N, at.cell_N)
-        q_NX, rank_NQ, mix = product_of_parts(
-            parts, w.query_norm, c.norm_eps, w.query, entry, head
-        )  # fmt: skip
-        if w.compressor is not None and weight_NJ is None:
-            self.layers.publish(w.compressor, spec, at, h_ND)
-        if w.indexer is not None:
-            chosen = self.layers.select(w.indexer, spec, at, h_ND, rank_NQ, chosen, weight_NJ)
-        pages = None if spec.ratio == 0 or chosen.source is None else self.layers.state.pages[chosen.source]
-        out_NHC = attend_packed(
-            q_NX.unflatten(1, (c.n_heads, c.head_dim)), ring, at.span_N2, at.slot_N, pages,
-            None if pages is None else chosen.topk_NK, w.sink, window=at.longest or self.layers.plan.window, rope=rope,
-        )  # fmt: skip
+        q_NX, rank_NQ, mix = product_of_parts(parts, w.query_norm, c.norm_eps, w.query, entry, head)
+        out_NHC, chosen = self.layers.attended(layer, at, h_ND, rank_NQ, q_NX, chosen, weight_NJ)
         narrow_NX = product_row(out_NHC.flatten(1), w.out_a, groups=c.o_groups, quantise=True)
         assert isinstance(narrow_NX, Tensor)
         out = product_row(narrow_NX, w.out_b, whole=False, near=True)
         assert isinstance(out, Parts)
         return out, mix, chosen
 
-    def _moe(self, w: MoeWeights, at: Places, head: Head) -> tuple[Parts, Mix]:
+    def _moe(self, w: MoeWeights, at: Places, head: Head) -> tuple[Tensor | Parts, Mix]:
         c = self.config
         router = Router(w.gate, w.bias, w.bias_image, w.active, c.gate_temp, c.norm_topk_prob, c.route_scale)
         out = experts_row(head, router, at.text_N, w.routed, w.shared, limit=c.swiglu_limit)
