@@ -17,6 +17,7 @@ from typing import Any
 # Limits of a configuration that is not to be trusted; what a value means is checked below them.
 LARGEST = 1 << 40
 MOST_EXPERTS = 1 << 18
+MOST_POOLED = 1 << 24
 LARGEST_ALIGNMENT = 1 << 20
 AT_MOST = {
     "n_layers": 4096,
@@ -26,6 +27,10 @@ AT_MOST = {
     "engram_max_ngram_size": 64,
     "engram_n_heads": 1024,
     "dspark_block_size": 1024,
+    "index_topk": 1 << 16,
+    "candidate_topk_blocks": 1 << 16,
+    "candidate_block_size": 1 << 12,
+    "window_size": 1 << 20,
 }
 POSITIVE = (
     *("vocab_size", "dim", "n_layers", "n_heads", "head_dim", "rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups"),
@@ -357,6 +362,8 @@ def _check_sizes(c: ModelConfig) -> None:
         require(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name, most in AT_MOST.items():
         require(0 <= getattr(c, name) <= most, f"{name} is {getattr(c, name)}; it must lie in 0..{most}")
+    pool = c.candidate_topk_blocks * c.candidate_block_size
+    require(pool <= MOST_POOLED, f"candidate_topk_blocks x candidate_block_size is {pool} rows; at most {MOST_POOLED}")
     for name in ("norm_eps", "hc_eps", "original_seq_len"):
         require(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
     for name in ("rope_factor", "beta_fast", "beta_slow", "gate_temp", "swiglu_limit"):

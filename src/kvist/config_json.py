@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,6 +92,14 @@ _FLAT_VISION = {
 # Keys of the nested form that have one value in this architecture: another one is a model that this package does not hold.
 _FIXED = {"num_key_value_heads": 1, "hidden_act": "silu", "topk_method": "noaux_tc", "tie_word_embeddings": False}
 _FIXED_QUANTISATION = {"activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+_MODEL_TYPE = "deepseek_v41"
+# How messages about a field name it where the file is nested.
+_KEYS = (
+    {field: key for key, field in _NESTED.items() if key != field}
+    | {field: f"rope_scaling.{key}" for key, field in _SCALING.items()}
+    | {"dtype": "quantization_config.quant_method", "expert_dtype": "quantization_config.expert_dtype"}
+)
+_FIELD = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 _DRAFT_FIELDS = tuple(f for f in _NESTED.values() if f.startswith("dspark_"))
 
 
@@ -98,12 +107,19 @@ def from_dict(data: Mapping[str, Any]) -> ModelConfig:
     """A configuration from the parsed JSON of either released form. Raises `ConfigError` for anything it cannot describe."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"a configuration is a JSON object, got {type(data).__name__}")
-    return _from_nested(data) if "text_config" in data else _from_flat(data)
+    try:
+        return _from_nested(data) if "text_config" in data else _from_flat(data)
+    except ConfigError as error:
+        message = _FIELD.sub(lambda found: _KEYS[found[0]], str(error)) if "text_config" in data else str(error)
+        kind = data.get("model_type")
+        other = "" if kind in (None, _MODEL_TYPE) else f"; its model_type is {shown(kind)}, known: {_MODEL_TYPE!r}"
+        raise ConfigError(f"{message}{other}") from error
 
 
 def _from_nested(data: Mapping[str, Any]) -> ModelConfig:
     text = _object(data, "text_config")
     _check_fixed(text, _FIXED, "")
+    _check_fixed(data, {"tie_word_embeddings": False}, "")
     fields = {field: text[key] for key, field in _NESTED.items() if key in text}
     scaling = _object(text, "rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type", "yarn"))
@@ -181,7 +197,7 @@ def to_nested(config: ModelConfig) -> dict[str, Any]:
         text["candidate_source_layer_id"] = sources[0]
     elif sources:
         text["candidate_source_layer_ids"] = list(sources)
-    data: dict[str, Any] = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+    data: dict[str, Any] = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": _MODEL_TYPE}
     data |= {key: fields[field] for key, field in _TOP.items() if fields[field] is not None}
     data |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "text_config": text}
     data["quantization_config"] = {

@@ -153,8 +153,11 @@ def test_every_key_with_every_hostile_value(form: Callable[[ModelConfig], dict[s
         ("swiglu_limit", -10.0, "swiglu_limit must be above 0"),
         ("hc_sinkhorn_iters", 10**6, r"hc_sinkhorn_iters is 1000000; it must lie in 0\.\.1000"),
         ("n_routed_experts", 1 << 31, r"experts in all; at most 262144"),
-        ("engram_pad_token_id", -1, "engram_pad_id -1 is outside 0..255"),
-        ("rms_norm_eps", 10**400, "norm_eps is absurdly large: an integer of 1329 bits"),
+        ("engram_pad_token_id", -1, "engram_pad_token_id -1 is outside 0..255"),
+        ("rms_norm_eps", 10**400, "rms_norm_eps is absurdly large: an integer of 1329 bits"),
+        ("hidden_size", -32, "^hidden_size must be at least 1, got -32$"),
+        ("index_topk", 10**9, r"index_topk is 1000000000; it must lie in 0\.\.65536"),
+        ("candidate_block_size", 10**9, r"candidate_block_size is 1000000000; it must lie in 0\.\.4096"),
     ],
 )
 def test_values_that_no_model_of_this_kind_has(key: str, value: object, message: str) -> None:
@@ -162,6 +165,28 @@ def test_values_that_no_model_of_this_kind_has(key: str, value: object, message:
     data["text_config"][key] = value
     with pytest.raises(ConfigError, match=message):
         from_dict(data)
+
+
+def test_a_pool_beyond_every_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match="candidate_topk_blocks x candidate_block_size is 268435456 rows; at most 16777216"):
+        replace(preset("tiny"), candidate_topk_blocks=1 << 16, candidate_block_size=1 << 12)
+
+
+@pytest.mark.parametrize("form", [to_nested, to_flat])
+def test_another_architecture_is_named(form: Callable[[ModelConfig], dict[str, object]]) -> None:
+    data = form(preset("tiny")) | {"model_type": "llama"}
+    inner = data.get("text_config", data)
+    assert isinstance(inner, dict)
+    for key in ("hidden_size", "dim"):
+        inner.pop(key, None)
+    missing = "hidden_size" if "text_config" in data else "dim"
+    with pytest.raises(ConfigError, match=f"lacks {missing}; its model_type is 'llama', known: 'deepseek_v41'"):
+        from_dict(data)
+
+
+def test_tied_embeddings_are_refused_wherever_they_stand() -> None:
+    with pytest.raises(ConfigError, match="tie_word_embeddings True is unsupported"):
+        from_dict(to_nested(preset("tiny")) | {"tie_word_embeddings": True})
 
 
 def test_quantisation_that_is_no_object() -> None:

@@ -221,8 +221,10 @@ class Session:
             memory = PagedMemory(config, numerics, pages=pages, slots=1, verify_rows=1, most_tokens=tokens)
         except RuntimeError as error:
             size = pages * PageLayout.of(config).page_bytes
-            message = f"pages for {tokens} tokens take {size:,} bytes, which the system does not give; ask for fewer new tokens"
-            raise RequestTooLong(message) from error
+            raise RequestTooLong(
+                f"pages for {tokens} tokens take {size:,} bytes, which the system does not give beside windows of "
+                f"{config.window_size:,} positions a layer; ask for fewer new tokens"
+            ) from error
         memory.open(0, range(pages), 0)
         own.memory = memory
         return own
