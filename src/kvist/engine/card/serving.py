@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import numpy as np
 import torch
@@ -143,19 +144,21 @@ class CardExecutor:
             self._read([pieces[number] for number in prompts], prompts, logits, finite)
         for first in range(0, len(decoding), BUCKETS[-1]):
             numbers = decoding[first : first + BUCKETS[-1]]
-            self._decode([pieces[number] for number in numbers], numbers, logits, finite)
+            self._decode([pieces[number] for number in numbers], numbers, logits)
         if (seconds := time.perf_counter() - began) > SLOW_S:
             # Nothing has been waited for yet: this was building.
             sizes = len(prompts), len(decoding), max(piece.stop - piece.start for piece in pieces)
             LOG.warning("card: kernels or a graph for %d prompts, %d requests, up to %d rows: %.1f s, once", *sizes, seconds)
-        for number, logits_WV in logits.items():
-            alright = logits_WV.isfinite().all()
-            finite[number] = finite[number] & alright if number in finite else alright
         self.rows += sum(piece.stop - piece.start for piece in pieces)
         self.tail_rows += sum(piece.decoded for piece in pieces)
-        order = range(len(pieces))
-        flags = torch.stack([finite[number] for number in order]).tolist()
-        return StepResult(torch.cat([logits[number] for number in order]), [len(logits[number]) for number in order], flags)
+        parts = [logits[number] for number in range(len(pieces))]
+        logits_WV, counts = torch.cat(parts), [len(part) for part in parts]
+        # One look at the device for all: every row of logits, then every prompt.
+        told = iter(torch.cat([logits_WV.isfinite().all(1), *(flag[None] for flag in finite.values())]).tolist())
+        flags = [all(list(islice(told, count))) for count in counts]
+        for number, fine in zip(finite, told, strict=True):
+            flags[number] = flags[number] and fine
+        return StepResult(logits_WV, counts, flags)
 
     def _read(
         self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor], finite: dict[int, Tensor]
@@ -173,9 +176,7 @@ class CardExecutor:
         parts = finite_N.split([piece.stop - piece.start for piece in pieces])
         finite |= {number: part.all() for number, part in zip(numbers, parts, strict=True)}
 
-    def _decode(
-        self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor], finite: dict[int, Tensor]
-    ) -> None:
+    def _decode(self, pieces: Sequence[Piece], numbers: Sequence[int], logits: dict[int, Tensor]) -> None:
         """One step of requests that decode, each with its drafts."""
         ids = [piece.job.tokens.window(piece.start, piece.stop, piece.job.drafts)[0].tolist() for piece in pieces]
         batch = Batch(
