@@ -387,7 +387,7 @@ def _show_findings(findings: tuple[Any, ...], console: Console) -> None:
 
 @checkpoint_app.command("verify")
 def verify_checkpoint(model: Model) -> None:
-    """Read everything: container, names, shapes, values that are not finite, SHA-256 of every file; status 1 if bad."""
+    """Read all: container, names, shapes, values that are not finite, tokenizer, SHA-256 of every file; status 1 if bad."""
     from kvist.checkpoint import locate, verify
 
     with _errors().status("headers") as status:
@@ -402,12 +402,12 @@ def _show_verification(report: VerifyReport, console: Console) -> None:
     for file in report.files:
         table.add_row(file.sha256, f"{file.nbytes:,}", file.file.name)
     console.print(table)
-    if report.container:
-        console.print(report.container, style="red", markup=False, highlight=False, soft_wrap=True)
+    for problem in filter(None, (report.container, report.tokenizer)):
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     _show_findings(report.findings, console)
     for name in report.not_finite:
         console.print(f"not finite: {name}", style="red", markup=False, highlight=False)
-    problems = len(report.findings) + len(report.not_finite) + bool(report.container)
+    problems = len(report.findings) + len(report.not_finite) + bool(report.container) + bool(report.tokenizer)
     console.print(
         f"{report.folder}: {report.tensors:,} tensors, {report.payload_bytes:,} bytes, "
         + ("good" if report.good else f"{problems} problems"),

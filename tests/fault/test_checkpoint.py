@@ -384,6 +384,26 @@ def test_nan_values_are_found_by_verify(folder):
     assert not report.good
 
 
+@pytest.mark.parametrize("name", ["layers.1.ffn.gate.bias", "layers.1.attn.indexer.wq_b.scale", "mtp.0.ffn.gate.bias"])
+def test_nan_that_only_chooses_is_refused_at_loading(folder, name):
+    """Such a model would answer with finite logits, and the operator sets differently."""
+    value = TensorFiles(open_checkpoint(folder)).raw(name)
+    value.view(torch.uint8).fill_(0xFF)  # NaN in float32 and in E8M0
+    rewrite(folder, name, value)
+    with pytest.raises(CheckpointMismatch, match=name.replace("scale", "weight").replace(".", r"\.") + ".*NaN.*verify"):
+        load_model(folder)
+    assert verify(folder).not_finite == (name,)
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "is not a tokenizer"), (None, "token classes")])
+def test_verify_reads_the_tokenizer(folder, text, problem):
+    shipped = Path(__file__).parents[2] / "models" / "nano" / "tokenizer.json"
+    (folder / "tokenizer.json").write_text(shipped.read_text() if text is None else text)
+    report = verify(folder)
+    assert problem in report.tokenizer
+    assert not report.good
+
+
 def test_a_hostile_config(folder):
     for text in ("{", "[]", '{"text_config": 3}', "\0" * 10):
         (folder / "config.json").write_text(text)
@@ -423,7 +443,12 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path, name):
     values[name].view(-1)[-1] = float("nan")
     with pytest.raises(CheckpointMismatch, match=name.replace(".", r"\.")):
         save_checkpoint(CONFIG, values, None, tmp_path / "out", shard_bytes=90_000)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("kept")
+    with pytest.raises(CheckpointMismatch):
+        save_checkpoint(CONFIG, values, None, tmp_path / "mine", shard_bytes=90_000)
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes"]
 
 
 def test_saving_never_replaces_a_model(folder):

@@ -96,9 +96,14 @@ def test_what_a_model_can(tmp_path: Path) -> None:
     assert model["capabilities"] == {"vision": False, "base": False}
     assert is_base(NANO)
     assert not is_base(tmp_path)
-    for text in ('["base"]', '{"base": "yes"}'):
+    for text, problem in (
+        ('["base"]', "must hold"),
+        ('{"base": "yes"}', "must hold"),
+        ("{", "is not JSON"),
+        ("[" * 9**6, "is not JSON"),
+    ):
         (tmp_path / "kvist.json").write_text(text)
-        with pytest.raises(ValueError, match=r"kvist\.json must hold"):
+        with pytest.raises(ValueError, match=rf"kvist\.json {problem}"):
             is_base(tmp_path)
 
 

@@ -32,6 +32,8 @@ from kvist.model.transformer import Transformer
 from kvist.text.token_map import token_map
 
 DTYPES = (torch.float32, torch.bfloat16)
+CHOOSING = ("indexer", "router", "draft router")
+"""Classes of parameters that choose rows and experts: NaN in them changes a reply and leaves every logit finite."""
 EngramAccess = Literal["mmap", "memory", "read"]
 
 
@@ -60,13 +62,20 @@ def read_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """(released name, values) of every parameter but the Engram tables (and routed experts, if not wanted), one at a time.
 
-    FP8 and FP4 weights are dequantised to `dtype` (exact in bfloat16), BF16 tensors converted to it, F32 ones kept.
+    FP8 and FP4 weights are dequantised to `dtype` (exact in bfloat16), BF16 tensors converted to it, F32 ones kept. Raises
+    `CheckpointMismatch` for NaN or infinity in a parameter of `CHOOSING`; elsewhere both reach the logits, which are checked.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; weights load as torch.float32 or torch.bfloat16")
     for parameter in parameters(config):
         if parameter.storage is not Storage.TABLE and (experts or not is_routed_expert(parameter)):
-            yield parameter.name, files.dequantised(parameter, dtype)
+            value = files.dequantised(parameter, dtype)
+            if parameter.kind in CHOOSING and not bool(torch.isfinite(value).all()):
+                raise CheckpointMismatch(
+                    f"tensor {parameter.name!r} in {files.entry(parameter.name).file} holds NaN or infinity and would choose rows "
+                    "or experts without a sign of it; `kvist checkpoint verify` lists all such tensors: fetch the file again"
+                )
+            yield parameter.name, value
 
 
 def load_model(

@@ -74,6 +74,7 @@ def write_checkpoint(
     shards = plan_shards(config, shard_bytes)
     names = [shard_name(i + 1, len(shards)) for i in range(len(shards))]
     partial = out / f".partial-{os.getpid()}"
+    made = not out.exists()
     partial.mkdir(parents=True)
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -87,8 +88,10 @@ def write_checkpoint(
             _sync(file)
             file.rename(out / file.name)
         _sync(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(out if made else partial, ignore_errors=True)
+        raise
+    partial.rmdir()
     return [out / name for name in names]
 
 

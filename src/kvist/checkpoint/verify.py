@@ -1,4 +1,4 @@
-"""A full check of a checkpoint: container, inventory, every value, and a SHA-256 of every file.
+"""A full check of a checkpoint: container, inventory, every value, the tokenizer, and a SHA-256 of every file.
 
 Owns `verify`; reads each file once from end to end. Must not know models beyond their inventory.
 """
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.formats import Checkpoint, CheckpointMismatch, open_checkpoint
+from kvist.checkpoint.load import token_classes
 from kvist.checkpoint.tensors import TensorFiles
+from kvist.config import ModelConfig
 from kvist.config_json import load_config
 from kvist.inventory import TensorSpec, tensor_specs
+from kvist.text.tokenizer import Tokenizer, TokenizerError
 
 PIECE_BYTES = 16 << 20
 
@@ -33,12 +36,16 @@ class FileSum:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found. `container` holds a malformed container's message: nothing else was compared then."""
+    """What `verify` found. `container` holds a malformed container's message: nothing else was compared then.
+
+    `tokenizer` is what is wrong with the folder's tokenizer.json, if it has one.
+    """
 
     folder: Path
     tensors: int
     payload_bytes: int
     container: str
+    tokenizer: str
     findings: tuple[Finding, ...]
     not_finite: tuple[str, ...]
     files: tuple[FileSum, ...]
@@ -46,7 +53,7 @@ class VerifyReport:
     @property
     def good(self) -> bool:
         """True if nothing is wrong."""
-        return not (self.container or self.findings or self.not_finite)
+        return not (self.container or self.tokenizer or self.findings or self.not_finite)
 
 
 def verify(folder: str | Path, progress: Callable[[str], None] = lambda _: None) -> VerifyReport:
@@ -77,10 +84,23 @@ def verify(folder: str | Path, progress: Callable[[str], None] = lambda _: None)
         tensors=len(entries),
         payload_bytes=sum(entry.nbytes for entry in entries.values()),
         container=container,
+        tokenizer=_tokenizer_problem(folder, config),
         findings=tuple(findings),
         not_finite=tuple(bad),
         files=tuple(sums),
     )
+
+
+def _tokenizer_problem(folder: Path, config: ModelConfig) -> str:
+    if not (folder / "tokenizer.json").is_file():
+        return ""
+    try:
+        Tokenizer(folder)
+        if config.engram_layer_ids:
+            token_classes(folder, config)
+    except (CheckpointMismatch, TokenizerError) as error:
+        return str(error)
+    return ""
 
 
 def file_sum(file: Path) -> FileSum:

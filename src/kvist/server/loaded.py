@@ -54,7 +54,10 @@ def served_model(launched: Launched, *, pin_share: float = 0.0, figures: bool = 
 def is_base(folder: Path) -> bool:
     """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""
     about = folder / "kvist.json"
-    facts = json.loads(about.read_text()) if about.is_file() else {}
+    try:
+        facts = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{about} is not JSON: {error}; mend or remove it") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("base", False), bool):
         raise ValueError(f'{about} must hold an object whose "base" is true or false; mend or remove it')
     return bool(facts.get("base", False))
