@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvist.cli_bench import bench
+from kvist.cli_errors import is_users, message
 from kvist.version import VERSION
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if os.environ.get(TRACEBACK_VARIABLE) or not _is_users(error):
+        if os.environ.get(TRACEBACK_VARIABLE) or not is_users(error):
             raise
-        _errors().print(_message(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        _errors().print(message(error), style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
     sys.exit(0)
 
@@ -89,19 +90,6 @@ def _ready_streams() -> None:
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-
-
-def _is_users(error: Exception) -> bool:
-    """True for what input can cause: ValueError, a file that cannot be used, and the named errors of the package."""
-    return isinstance(error, ValueError | OSError) or type(error).__module__.partition(".")[0] == "kvist"
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) or type(error).__name__
 
 
 def _output() -> Console:

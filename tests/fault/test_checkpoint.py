@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -449,6 +450,17 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path, name):
     with pytest.raises(CheckpointMismatch):
         save_checkpoint(CONFIG, values, None, tmp_path / "mine", shard_bytes=90_000)
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes"]
+
+
+def test_a_full_disk_is_named_by_its_folder(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match=str(tmp_path / "out")):
+            save_checkpoint(CONFIG, random_values(CONFIG), None, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
 
 
 def test_saving_never_replaces_a_model(folder):

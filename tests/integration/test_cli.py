@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from kvist.checkpoint import save_checkpoint
+from kvist.cli_errors import is_users, message
 from kvist.inventory import parameters
 from kvist.presets import tiny
 
@@ -136,6 +137,18 @@ def test_a_hostile_config_is_one_message(tmp_path: Path, text: str) -> None:
     assert result.returncode == 2
     assert result.stderr.strip()
     assert "Traceback" not in result.stderr
+
+
+def test_too_little_memory_is_one_message() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 50, dtype=torch.uint8)  # beyond any address space
+    assert is_users(refused.value)
+    assert message(refused.value).startswith("out of memory: 1125899906842624 bytes more are not to be had. ")
+    on_a_card = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB")
+    assert message(on_a_card).startswith("out of memory: 2.00 GiB more")
+    assert is_users(MemoryError("a call needs 5 bytes"))
+    assert message(MemoryError("a call needs 5 bytes")) == "a call needs 5 bytes"
+    assert not is_users(RuntimeError("expected a tensor on the host"))
 
 
 def test_unknown_options_and_values_are_usage_errors() -> None:

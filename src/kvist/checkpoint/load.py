@@ -72,8 +72,8 @@ def read_state(
             value = files.dequantised(parameter, dtype)
             if parameter.kind in CHOOSING and not bool(torch.isfinite(value).all()):
                 raise CheckpointMismatch(
-                    f"tensor {parameter.name!r} in {files.entry(parameter.name).file} holds NaN or infinity and would choose rows "
-                    "or experts without a sign of it; `kvist checkpoint verify` lists all such tensors: fetch the file again"
+                    f"tensor {parameter.name!r} in {files.entry(parameter.name).file} holds NaN or infinity and would choose "
+                    "rows or experts without a sign of it; `kvist checkpoint verify` lists all such tensors: fetch the file again"
                 )
             yield parameter.name, value
 

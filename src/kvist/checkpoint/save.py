@@ -88,8 +88,10 @@ def write_checkpoint(
             _sync(file)
             file.rename(out / file.name)
         _sync(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(out if made else partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write that found no room does not say where
+            raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     partial.rmdir()
     return [out / name for name in names]
