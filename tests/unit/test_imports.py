@@ -46,8 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"version"},
     "__main__": {"cli"},
 }
-# Files at the root of the package that stand under another one's rule: more arithmetic on a configuration, more of the command line.
-UNIT_OF_FILE = {name: "config" for name in ("presets", "config_json", "inventory", "page_layout")}
+# Files at the root of the package that stand under another one's rule: sizes of a model, commands.
+UNIT_OF_FILE = dict.fromkeys(("presets", "config_json", "inventory", "page_layout"), "config")
 UNIT_OF_FILE |= {"cli_bench": "cli", "cli_errors": "cli"}
 WITHOUT_TORCH = {"version", "config", "images", "text", "plan", "server", "chat", "cli", "__init__", "__main__"}
 CORE_DEPENDENCIES = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "typer", "rich", "xxhash"}
