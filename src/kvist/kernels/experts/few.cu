@@ -1,20 +1,22 @@
 // A few rows (2 to 8) through the FP4 experts chosen for them, and a shared one of FP8, in one launch, for Hopper (sm_90a): needs
 // `device/stream.cuh`.
 //
-// The shared expert, then the experts that any row chose, ascending, are entries; a unit is a panel of an entry's gate+up on half of
-// the inputs, or of its downs. Teams of warps claim units as they come, all gate+ups first, and read the chunks of theirs in turn: each
-// weight once. A unit's sums are always cut the same way, whoever takes it and whoever shares the launch: a row's bits depend on nothing but
+// The shared expert, then the experts that any row chose, ascending, are entries; a unit is a panel of an entry's gate+up, or of its
+// downs. Teams of warps claim units as they come, all gate+ups first, and read the chunks of theirs in turn: each weight once. Warps beside
+// them make of a unit's sums what becomes of them, so that no warp that multiplies waits for memory but in its ring.
+// A unit's sums are always cut the same way, whoever takes it and whoever shares the launch: a row's bits depend on nothing but
 // the row. Downs of an entry wait for its own hidden rows only. The last of a row's choices to arrive in a panel adds them in their order.
 // Of an entry of one or two rows each run of 32 inputs is summed in a column of its own, of more rows each row in a column: with the
 // same bits. All blocks must be on the card at once. Knows no layers.
 
 static const int WARPS = 12;  // that multiply
-static const int TEAM = 3;    // of which so many share a unit's chunks
+static const int TEAM = 4;    // of which so many share a unit's chunks
 static const int TEAMS = WARPS / TEAM;
 static const int NEAR = 2;    // chunks of a warp before a unit's end
 static const int STAGES = 2;
 static const int STAGE = CODES + FP4_SCALES;
-static const int THREADS = 32 * (WARPS + 1);  // one warp tells the others which hidden rows are whole
+// Beside: one that finishes a team's units each, and one that claims units and tells which hidden rows are whole.
+static const int THREADS = 32 * (WARPS + TEAMS + 1);
 static const int MOST_ROWS = 8;
 static const int MOST_CHOICES = 144;  // of all rows, the shared expert among them
 static const int MOST_WORDS = 32;     // of 32 experts
@@ -37,11 +39,10 @@ struct Call {
   const u32* shared_up_scales;
   const u8* shared_down_codes;
   const u32* shared_down_scales;
-  float* halves;  // [N * S, 2, 2 F] gates and ups by half of the inputs: S is K, and one for a shared expert
-  u16* hidden;    // [N * S, F]
+  u16* hidden;    // [N * S, F]: S is K, and one for a shared expert
   u16* each;      // [N * S, D] a choice's output
   void* out;      // [N, D] float; with a shared expert bfloat16
-  u32* counters;  // exits, claims, an entry's panels, a row's panels' choices, a panel's halves: zero before and after
+  u32* counters;  // exits, claims, an entry's panels, a row's panels' choices: zero before and after
   int width, hidden_width, count, chosen;
   float limit;
 };
@@ -49,7 +50,7 @@ struct Call {
 enum { EXITS, CLAIMS, READY };
 
 struct Team {
-  u32 counts[SLOTS + 1];  // warps that have left their sums in a slot
+  u32 counts[SLOTS + 1];  // times that a warp has left its sums in a slot
   u32 turns[SLOTS + 1];   // units that were done in a slot
   u32 wanted;             // units that somebody wants to know, or soon will
   u32 claimed;            // units that are known
@@ -87,17 +88,17 @@ struct Work {
   bool shared;
 };
 static const u32 NONE = 0xFFFFFFFF;
-// A unit as a word: its entry, its panel (of gate+up twice that, and which half of the inputs), and whether it is of gate+up.
+// A unit as a word: its entry, its panel, and whether it is of gate+up.
 __device__ __forceinline__ u32 unit_word(const Work& w, u32 index) {
   if (index >= w.units) return NONE;
-  u32 up = index < w.ups, place = up ? index : index - w.ups, panels = up ? 2 * w.up_panels : w.down_panels, entry = place / panels;
+  u32 up = index < w.ups, place = up ? index : index - w.ups, panels = up ? w.up_panels : w.down_panels, entry = place / panels;
   return entry << 16 | (place - entry * panels) << 1 | up;
 }
 // The n-th unit of a team.
 struct Unit {
   u32 turn;
-  int entry, panel, first, chunks, rows;  // first: of a panel's chunks
-  bool up, half, fp8, there;              // half: the second one of the inputs
+  int entry, panel, chunks, rows;
+  bool up, fp8, there;
   __device__ __forceinline__ void find(const Call& c, const Work& w, const Shared* own, Team* team, int lane) {
     if (seen_here(&team->claimed) <= turn) {
       if (lane == 0) atomicMax(&team->wanted, turn + 1);
@@ -109,11 +110,7 @@ struct Unit {
     there = word != NONE;
     if (!there) return;
     up = word & 1, panel = word >> 1 & 0x7FFF, entry = word >> 16, fp8 = w.shared && entry == 0;
-    rows = __popc(own->rows[entry]), first = 0, chunks = (up ? c.width : c.hidden_width) >> (fp8 ? 6 : 7);
-    if (!up) return;
-    if (panel & 1) first = chunks / 2, chunks -= first;
-    else chunks /= 2;
-    half = panel & 1, panel >>= 1;
+    rows = __popc(own->rows[entry]), chunks = (up ? c.width : c.hidden_width) >> (fp8 ? 6 : 7);
   }
 };
 
@@ -128,13 +125,13 @@ struct Reader {
   uint4 in[4];
 
   __device__ __forceinline__ void open(const Call& c, const Work& w, const Shared* own) {
-    int all = (unit.up ? c.width : c.hidden_width) >> (unit.fp8 ? 6 : 7);  // chunks of a panel
+    int panels = unit.up ? w.up_panels : w.down_panels;
     if (unit.fp8) {
-      i64 first = (i64)unit.panel * all + unit.first;
+      i64 first = (i64)unit.panel * unit.chunks;
       codes = (unit.up ? c.shared_up_codes : c.shared_down_codes) + first * CODES;
       scales = (const u8*)((unit.up ? c.shared_up_scales : c.shared_down_scales) + first);
     } else {
-      i64 first = ((i64)own->expert[unit.entry] * (unit.up ? w.up_panels : w.down_panels) + unit.panel) * all + unit.first;
+      i64 first = ((i64)own->expert[unit.entry] * panels + unit.panel) * unit.chunks;
       codes = (unit.up ? c.up_codes : c.down_codes) + first * CODES;
       scales = (unit.up ? c.up_scales : c.down_scales) + first * FP4_SCALES;
     }
@@ -144,7 +141,7 @@ struct Reader {
     bool runs = !unit.fp8 && unit.rows <= 2;
     u32 choice = own->choice[unit.entry][min(runs ? lane >> 2 & 1 : lane >> 2, unit.rows - 1)];
     from = (unit.up ? (const u8*)c.rows + (choice >> 8) * 2 * (i64)c.width : (const u8*)c.hidden + (choice & 255) * 2 * (i64)c.hidden_width) +
-           (lane & 3) * 16 + (runs ? (lane >> 3) * 64 : 0) + unit.first * (unit.fp8 ? 128 : 256);
+           (lane & 3) * 16 + (runs ? (lane >> 3) * 64 : 0);
   }
   __device__ __forceinline__ void take() {
     const uint4* at = (const uint4*)(from + place * (unit.fp8 ? 128 : 256));
@@ -348,27 +345,13 @@ __device__ __forceinline__ float2 sum_of_parts(const float* sums, int r, int lan
   }
   return whole;
 }
-// A unit's sums are whole: what becomes of them. The second half of gate+up to arrive makes hidden values of both.
-__device__ __forceinline__ void leave_up(const Call& c, const Work& w, const Shared* own, const float* sums, const Unit& unit, int lane) {
-  int panel = unit.panel * 64 + 2 * lane, width = w.up_panels * 64;
-#pragma unroll 1
-  for (int r = 0; r < unit.rows; r++)
-    *(float2*)(c.halves + ((i64)(own->choice[unit.entry][r] & 255) * 2 + unit.half) * width + panel) = sum_of_parts(sums, r, lane);
-  __syncwarp();
-  u32 second = 0;
-  if (lane == 0) {
-    u32* arrived = c.counters + READY + MOST_CHOICES + MOST_ROWS * w.down_panels + unit.entry * w.up_panels + unit.panel;
-    __threadfence();
-    second = atomicAdd(arrived, 1u);
-    __threadfence();
-    if (second) *arrived = 0;
-  }
-  if (!__shfl_sync(0xFFFFFFFF, second, 0)) return;
+// A unit's sums are whole: what becomes of them.
+__device__ __forceinline__ void leave_up(const Call& c, const Shared* own, const float* sums, const Unit& unit, int lane) {
 #pragma unroll 1
   for (int r = 0; r < unit.rows; r++) {
     int choice = own->choice[unit.entry][r] & 255;
-    float2 whole = sum_of_parts(sums, r, lane), other = __ldcg((const float2*)(c.halves + ((i64)choice * 2 + !unit.half) * width + panel));
-    leave_hidden(c, whole.x + other.x, whole.y + other.y, own->weights[choice], c.hidden + (i64)choice * c.hidden_width + unit.panel * 32 + lane);
+    float2 whole = sum_of_parts(sums, r, lane);
+    leave_hidden(c, whole.x, whole.y, own->weights[choice], c.hidden + (i64)choice * c.hidden_width + unit.panel * 32 + lane);
   }
   __syncwarp();
   if (lane == 0) publish(c.counters + READY + unit.entry, 1);
@@ -398,17 +381,17 @@ __device__ __forceinline__ void leave_down(const Call& c, const Work& w, const S
   }
 }
 
-// Whether this warp is the last of its team to leave its sums in a slot.
-__device__ __forceinline__ bool last_of(u32* count, int lane) {
-  u32 before = 0;
-  __syncwarp();
-  if (lane == 0) {
-    __threadfence_block();
-    before = atomicAdd(count, 1u);
-    __threadfence_block();
+// Where the sums of a team's units go, in turn.
+struct Slot {
+  int next;
+  u32 used, wide;  // how often the slot was, and the one for any rows
+  __device__ __forceinline__ int at(bool few) const { return few ? next : SLOTS; }
+  __device__ __forceinline__ u32 turn(bool few) const { return few ? used : wide; }
+  __device__ __forceinline__ void step(bool few) {
+    if (!few) wide++;
+    else if (++next == SLOTS) next = 0, used++;
   }
-  return __shfl_sync(0xFFFFFFFF, before, 0) == TEAM - 1;
-}
+};
 
 enum { RUNS, ROWS, WIDE };  // columns are runs of one or two rows, or rows of FP4, or of FP8
 
@@ -442,28 +425,46 @@ __device__ __forceinline__ void add_unit(const Call& c, const Work& w, Reader& r
 
 __device__ __forceinline__ void multiply(const Call& c, const Work& w, Reader& reader, Shared* own, Team* team, float* sums, int part,
                                          int lane) {
-  int slot = 0;
+  Slot slot = {};
   Unit unit;
-  u32 used = 0, wide = 0;  // how often the slot was, and the one for any rows
 #pragma unroll 1
   for (unit.turn = 0;; unit.turn++) {
     unit.find(c, w, own, team, lane);
     if (!unit.there) return;
     bool few = unit.rows <= 2;
-    float* room = sums + (few ? slot * 2 : SLOTS * 2) * ROW_SUMS;
-    u32 *count = team->counts + (few ? slot : SLOTS), *turns = team->turns + (few ? slot : SLOTS), turn = few ? used : wide;
+    int at = slot.at(few);
+    float* room = sums + at * 2 * ROW_SUMS;
+    u32 *turns = team->turns + at, turn = slot.turn(few);
     if (unit.fp8) add_unit<WIDE>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
     else if (few) add_unit<RUNS>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
     else add_unit<ROWS>(c, w, reader, unit, own, team, room, turns, turn, part, lane);
-    if (last_of(count, lane)) {
-      if (unit.up) leave_up(c, w, own, room, unit, lane);
-      else leave_down(c, w, own, room, unit, lane);
-      __syncwarp();
-      if (lane == 0) *count = 0, tell_here(turns, turn + 1);
-    }
+    __syncwarp();
+    if (lane == 0) __threadfence_block(), atomicAdd(team->counts + at, 1u);
     for (part -= unit.chunks; part < 0; part += TEAM) {}
-    if (!few) wide++;
-    else if (++slot == SLOTS) slot = 0, used++;
+    slot.step(few);
+  }
+}
+
+// A warp beside a team: what becomes of its units, in their turn.
+__device__ __forceinline__ void finish(const Call& c, const Work& w, const Shared* own, Team* team, const float* sums, int lane) {
+  Slot slot = {};
+  Unit unit;
+#pragma unroll 1
+  for (unit.turn = 0;; unit.turn++) {
+    while (seen_here(&team->claimed) <= unit.turn) __nanosleep(40);
+    unit.take(c, w, own, team->units[unit.turn % CLAIMED]);
+    if (!unit.there) return;
+    bool few = unit.rows <= 2;
+    int at = slot.at(few);
+    const float* room = sums + at * 2 * ROW_SUMS;
+    u32 turn = slot.turn(few) + 1;
+    while (seen_here(team->counts + at) != TEAM * turn) __nanosleep(40);
+    __syncwarp();
+    if (unit.up) leave_up(c, own, room, unit, lane);
+    else leave_down(c, w, own, room, unit, lane);
+    __syncwarp();
+    if (lane == 0) tell_here(team->turns + at, turn);
+    slot.step(few);
   }
 }
 
@@ -548,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   for (int i = thread; i < (int)sizeof(Shared) / 4; i += THREADS) ((u32*)own)[i] = 0;
   Work w;
   w.shared = c.shared_up_codes != nullptr, w.choices = c.chosen + w.shared;
-  w.up_panels = c.hidden_width / 32, w.down_panels = c.width / 64, w.ups = w.units = w.shared ? 2 * w.up_panels : 0;
+  w.up_panels = c.hidden_width / 32, w.down_panels = c.width / 64, w.ups = w.units = w.shared ? w.up_panels : 0;
   int part = warp % TEAM, number = warp / TEAM;
   Team* team = own->teams + number;
   Reader reader;
@@ -562,11 +563,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   wait_for_launch();
   __syncthreads();
   plan(c, w, own, thread);
-  w.entries = own->entries, w.ups = w.entries * 2 * w.up_panels, w.units = w.ups + w.entries * w.down_panels;
-  if (warp == WARPS) {
-    clerk(c, w, own, lane);
+  w.entries = own->entries, w.ups = w.entries * w.up_panels, w.units = w.ups + w.entries * w.down_panels;
+  float* room = sums + (warp < WARPS ? number : warp - WARPS) * (2 * SLOTS + MOST_ROWS) * ROW_SUMS;
+  // Of a multiprocessor's registers, 128 a thread, those that multiply get more and the others less.
+  if (warp >= WARPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (warp < WARPS + TEAMS) finish(c, w, own, own->teams + warp - WARPS, room, lane);
+    else clerk(c, w, own, lane);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
   reader.unit.turn = 0;
   reader.unit.find(c, w, own, team, lane);
   if (reader.unit.there) {
@@ -576,5 +582,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few(const __gri
   }
   if (!early) reader.fill(lane);
   reader.take_early(own);
-  multiply(c, w, reader, own, team, sums + number * (2 * SLOTS + MOST_ROWS) * ROW_SUMS, part, lane);
+  multiply(c, w, reader, own, team, room, part, lane);
 }

@@ -18,9 +18,9 @@ from kvist.kernels.device.row import CODES, blocks_of, counters
 from kvist.kernels.experts.gpu_bank import GpuBank
 
 WARPS = 12
-TEAM = 3
+TEAM = 4
 STAGES = 2
-THREADS = 32 * (WARPS + 1)
+THREADS = 32 * (WARPS + WARPS // TEAM + 1)
 MOST_ROWS = 8
 MOST_CHOICES = 144
 MOST_EXPERTS = 1024
@@ -34,7 +34,7 @@ SHARED_BYTES = WARPS * STAGES * (CODES + 256) + -(-_OWN_WORDS // 4) * 16 + (2 * 
 _SOURCES = (Path(__file__).parents[1] / "device" / "stream.cuh", Path(__file__).with_name("few.cu"))
 _POINTERS = (
     "rows", "ids", "weights", "up_codes", "up_scales", "down_codes", "down_scales", "shared_up_codes", "shared_up_scales",
-    "shared_down_codes", "shared_down_scales", "halves", "hidden", "each", "out", "counters",
+    "shared_down_codes", "shared_down_scales", "hidden", "each", "out", "counters",
 )  # fmt: skip
 _COUNTS = ("width", "hidden_width", "count", "chosen")
 
@@ -87,10 +87,9 @@ def few_experts(
     tensors = {
         "rows": x_ND, "ids": ids_NK, "weights": weights_NK, "up_codes": bank.gate_up.codes, "up_scales": bank.gate_up.scales,
         "down_codes": bank.down.codes, "down_scales": bank.down.scales, "out": out,
-        "halves": torch.empty(each, 2, 2 * f, dtype=torch.float32, device=device),
         "hidden": torch.empty(each, f, dtype=torch.bfloat16, device=device),
         "each": torch.empty(each, d, dtype=torch.bfloat16, device=device),
-        "counters": counters(bank.down.codes, 2 + MOST_CHOICES * (1 + f // 32) + MOST_ROWS * (d // 64)),
+        "counters": counters(bank.down.codes, 2 + MOST_CHOICES + MOST_ROWS * (d // 64)),
     }  # fmt: skip
     if shared is not None:
         tensors |= {
