@@ -91,6 +91,31 @@ def test_places_stay_taken_until_their_bytes_have_left() -> None:
     assert mover.memory.free == mover.memory.places
 
 
+@pytest.mark.parametrize("part_pages", [2, 100])
+def test_moves_are_behind_queued_work_and_before_what_follows(part_pages: int) -> None:
+    """The card is busy when each is asked for, so that one that did not wait would come too early."""
+    there, pages = pool(), places()
+    mover = PageMover(there, part_bytes=part_pages * SIZE)
+    side = 4096 if DEVICE.type == "cuda" else 64
+    long_SS = torch.eye(side, device=DEVICE)
+    for seed in range(3):
+        host, saved = host_pages(seed), host_pages(100 + seed)
+        given, other = payloads(host), saved.to(DEVICE)
+        for _ in range(20):
+            long_SS = long_SS @ long_SS
+        there[pages] = other
+        back = mover.save(pages)
+        for _ in range(20):
+            long_SS = long_SS @ long_SS
+        there.zero_()
+        assert mover.restore(given, pages) == COUNT
+        came = there[pages].clone()
+        there.zero_()
+        assert [bytes(page) for page in back] == payloads(saved)
+        assert torch.equal(came.cpu(), host)
+        assert not there.any()
+
+
 @pytest.mark.parametrize("part_pages", [1, 4, 100])
 def test_up_to_the_first_that_is_missing(part_pages: int) -> None:
     there, host, pages = pool(), host_pages(), places()

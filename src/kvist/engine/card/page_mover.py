@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle, islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +24,6 @@ PART_BYTES = 64 << 20
 """Bytes of a part: so long that the host's work for the next one is hidden even where processors are slow."""
 FIRST_BYTES = 32 << 20
 """Bytes of a restore's first part, so that the link begins early, and is busy for as long as the host names the next."""
-GROWTH = 2
-"""How much larger each of a restore's parts is than the one before, at most."""
 FIRST_SAVED_BYTES = 8 << 20
 """Bytes of a save's first part, whose places are named afterwards; its others are at most as large as a restore's first."""
 
@@ -42,6 +39,12 @@ class _Lane:
     def entered(self) -> AbstractContextManager[object]:
         """The lane's stream as the current one."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def behind(self, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        """`entered` behind an event of another stream."""
+        if self.stream is not None and event is not None:
+            self.stream.wait_event(event)
+        return self.entered()
 
 
 class PageMover:
@@ -80,25 +83,22 @@ class PageMover:
         Pages that lie in `memory` leave from there, others are copied into it. The copies are under way when this returns: what
         is queued on the current stream afterwards sees the pages. Raises ValueError for pages that the pool does not have.
         """
-        coming, first, size, numbered = iter(payloads), 0, self._first, False
-        # Allocated for the current stream, which outlives both lanes' work.
-        ids = self.pool_PB.new_empty(len(pages))
+        coming, first, size = iter(payloads), 0, self._first
+        ids: Tensor | None = None
         with self._lanes() as lanes:
             while first < len(pages):
                 wanted = min(size, len(pages) - first)
                 part, places = self._owned(islice(coming, wanted))
                 lane = next(lanes)
-                with lane.entered():
-                    self._send(lane, part, places)
-                    if not numbered:
-                        # The first copy is on its way before the page numbers are looked at.
-                        self._number(pages, ids)
-                        numbered = True
-                    self._scatter(lane, ids[first : first + len(part)])
-                # The host takes less than a third of the link's time for a part to prepare as large a one.
-                first, size = first + len(part), min(GROWTH * size, self.part)
+                self._send(lane, part, places)
+                # The first copy is on its way before the page numbers, or work that is queued, are looked at.
+                ids = self._numbers(pages) if ids is None else ids
+                self._scatter(lane, ids[first : first + len(part)])
+                # Of the link's time for a part, the host takes half to prepare as large a one: the next is as much larger.
+                first, size = first + len(part), min(2 * size, self.part)
                 if len(part) < wanted:
                     break
+        # Behind the last part, as this takes a while; for places that are wanted at once see `_owned`.
         self._let_go()
         return first
 
@@ -106,14 +106,13 @@ class PageMover:
         """The bytes of the pool's `pages`, each in a place of `memory` of its own; returns when they are there. Raises
         MemoryError where no memory for places is left."""
         self._let_go()
-        ids, first, size = self.pool_PB.new_empty(len(pages)), 0, self._first_saved
-        self._number(pages, ids)
+        ids, first, size = self._numbers(pages), 0, self._first_saved
         places = self.memory.reserve(len(pages))
         try:
             with self._lanes() as lanes:
                 while first < len(pages):
                     lane, stop = next(lanes), min(first + size, len(pages))
-                    with lane.entered():
+                    with lane.behind(self._sent):
                         lane.pages_RE[: stop - first].copy_(self.pool_PB[ids[first:stop]])
                         for places_RB, at in self._runs(places[first:stop]):
                             places_RB.copy_(lane.device_RB[at : at + len(places_RB)], non_blocking=True)
@@ -165,9 +164,10 @@ class PageMover:
             yield self._pieces_RB[piece][at : at + stop - first], first
 
     def _send(self, lane: _Lane, held: list[Buffer], places: list[int]) -> None:
-        """Pages on their way into the staging of a lane that is entered; their places stay taken until they have left."""
-        for places_RB, at in self._runs(places):
-            lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
+        """Pages on their way into a lane's staging; their places stay taken until they have left."""
+        with lane.entered():
+            for places_RB, at in self._runs(places):
+                lane.device_RB[at : at + len(places_RB)].copy_(places_RB, non_blocking=True)
         if lane.stream is not None:
             self._leaving.append((lane.stream.record_event(), held))
 
@@ -177,39 +177,35 @@ class PageMover:
             self._leaving.popleft()
 
     def _scatter(self, lane: _Lane, ids: Tensor) -> None:
-        """The pages in a lane's staging, which is entered, into those of the pool."""
-        if not len(ids):
-            return
-        if lane.stream is not None and self._sent is not None:
-            # They may have been sent by the other lane.
-            lane.stream.wait_event(self._sent)
-        self.pool_PB.index_copy_(0, ids, lane.pages_RE[: len(ids)])
+        """The pages in a lane's staging into those of the pool, behind what the current stream had to do with them."""
+        if len(ids):
+            with lane.behind(self._sent):
+                self.pool_PB.index_copy_(0, ids, lane.pages_RE[: len(ids)])
 
-    def _number(self, pages: Sequence[int], ids: Tensor) -> None:
-        """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both."""
-        numbers = np.asarray(pages, dtype=np.int64)
-        bad = numbers[(numbers < 0) | (numbers >= len(self.pool_PB))]
-        if len(bad):
-            raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
+    def _numbers(self, pages: Sequence[int]) -> Tensor:
+        """Page numbers on the device, all at once: a small copy between large ones of another stream would wait for both.
+
+        `_sent` then stands behind them and all earlier work of the current stream, which outlives both lanes' work.
+        """
         if self._sent is not None:
             self._sent.synchronize()
-        host_ids = self._host_ids[: len(numbers)]
-        host_ids.numpy()[:] = numbers
-        ids.copy_(host_ids, non_blocking=True)
+        host_ids = self._host_ids[: len(pages)]
+        numbers = host_ids.numpy()
+        numbers[:] = pages
+        if len(pages) and (numbers.min() < 0 or numbers.max() >= len(self.pool_PB)):
+            bad = numbers[(numbers < 0) | (numbers >= len(self.pool_PB))]
+            raise ValueError(f"page {bad[0]} is outside the pool of {len(self.pool_PB)} pages")
+        ids = host_ids.to(self.device, non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.device))
+        return ids
 
     @contextmanager
     def _lanes(self) -> Iterator[Iterator[_Lane]]:
-        """Lanes in turn, behind the current stream's work; what follows there is behind theirs."""
-        streams = [lane.stream for lane in self.lanes if lane.stream is not None]
-        if streams:
-            current = torch.cuda.current_stream(self.device)
-            before = current.record_event()
-        for stream in streams:
-            stream.wait_event(before)
+        """Lanes in turn; what follows on the current stream is behind their work."""
         try:
             yield cycle(self.lanes)
         finally:
-            for stream in streams:
-                current.wait_stream(stream)
+            for lane in self.lanes:
+                if lane.stream is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(lane.stream)
