@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -165,14 +166,28 @@ class Run:
         partial.rename(file)
 
     def load(self, file: Path) -> None:
-        """Continue exactly where `save` stood."""
-        state = torch.load(file, map_location=self.device, weights_only=True)
+        """Continue exactly where `save` stood. Raises ValueError for a damaged file or another configuration's."""
+        state = _read_state(file, self.device)
+        shapes = {name: tuple(value.shape) for name, value in state["weights"].items()}
+        if shapes != {name: tuple(weight.shape) for name, weight in self.weights.items()}:
+            raise ValueError(f"{file} belongs to another configuration; choose another --out, or the configuration that began it")
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
         self.optimiser.restore(state["optimiser"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.tokens, self.positions = state["tokens"], state["positions"]
+
+
+def _read_state(file: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise ValueError(f"{file} is damaged: restore it, or delete it to begin again") from error
+    wanted = ("weights", "optimiser", "step", "seconds", "tokens", "positions")
+    if not isinstance(state, dict) or any(key not in state for key in wanted):
+        raise ValueError(f"{file} is no state of a training run, which has {', '.join(wanted)}: move it away to begin again")
+    return state
 
 
 def leaves(weights: Mapping[str, Tensor], device: torch.device, *, trained: str) -> Weights:

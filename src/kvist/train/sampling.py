@@ -16,6 +16,7 @@ from kvist.train.shapes import Batch
 
 PATTERN = 200
 SYNTHETIC = "synthetic"
+_AGAIN = "make it again by python -m kvist.train.corpus tokenise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,10 @@ class Mixture:
 
 
 class Corpus:
-    """Token ids of every tier of one split, as uint16 arrays mapped from files; document bounds and UTF-8 sizes."""
+    """Token ids of every tier of one split, as uint16 arrays mapped from files; document bounds and UTF-8 sizes.
+
+    Raises ValueError for a file that is missing, damaged or does not fit the others.
+    """
 
     def __init__(self, folder: Path, split: str) -> None:
         self.ids: dict[str, np.ndarray] = {}
@@ -44,9 +48,37 @@ class Corpus:
             file = folder / f"{tier}.{split}.u16"
             if not file.is_file():
                 raise ValueError(f"no {file}; make it: python -m kvist.train.corpus build, then tokenise (or unpack parts)")
-            self.ids[tier] = np.memmap(file, "<u2", "r")
-            self.offsets[tier] = np.load(folder / f"{tier}.{split}.offsets.npy")
-            self.sizes[tier] = np.load(folder / f"{tier}.{split}.bytes.npy").astype(np.int64)
+            nbytes = file.stat().st_size
+            if nbytes == 0 or nbytes % 2:
+                raise ValueError(f"{file} has {nbytes} bytes; it holds ids of two bytes each, one at least: {_AGAIN}")
+            self.ids[tier] = ids = np.memmap(file, "<u2", "r")
+            self.offsets[tier] = offsets = _integers(folder / f"{tier}.{split}.offsets.npy")
+            self.sizes[tier] = _integers(folder / f"{tier}.{split}.bytes.npy")
+            if (
+                offsets[0] != 0
+                or offsets[-1] != len(ids)
+                or (np.diff(offsets) < 0).any()
+                or len(self.sizes[tier]) != len(offsets) - 1
+            ):
+                raise ValueError(f"{file}, its offsets and its bytes do not belong together: {_AGAIN}")
+
+    def require_below(self, vocab_size: int) -> None:
+        """Raise ValueError if a tier holds an id that no model of this vocabulary has."""
+        for tier, ids in self.ids.items():
+            if (largest := int(ids.max())) >= vocab_size:
+                where = f"tier {tier} holds token {largest}, the model's vocabulary ends at {vocab_size - 1}"
+                raise ValueError(f"{where}; tokenise with its tokenizer")
+
+
+def _integers(file: Path) -> np.ndarray:
+    """int64 [n], n >= 1, of a .npy file."""
+    try:
+        array = np.load(file)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file} is damaged: {_AGAIN}") from error
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ValueError(f"{file} holds {array.dtype} {list(array.shape)}, not a list of integers: {_AGAIN}")
+    return array.astype(np.int64)
 
 
 class Sampler:
