@@ -71,9 +71,7 @@ def run(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     file = _checked(tokenizer or _own_tokenizer(model))
     recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
-    corpus = Corpus(data, "train")
-    corpus.require_below(config.vocab_size)
-    sampler = Sampler(corpus, mixture or Mixture(), recall, recipe.seed)
+    sampler = Sampler(Corpus(data, "train", config.vocab_size), mixture or Mixture(), recall, recipe.seed)
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     if "baseline" in stages:

@@ -37,10 +37,11 @@ class Mixture:
 class Corpus:
     """Token ids of every tier of one split, as uint16 arrays mapped from files; document bounds and UTF-8 sizes.
 
-    Raises ValueError for a file that is missing, damaged or does not fit the others.
+    Raises ValueError for a file that is missing, damaged or does not fit the others, and for an id that no model of `vocab_size`
+    tokens has.
     """
 
-    def __init__(self, folder: Path, split: str) -> None:
+    def __init__(self, folder: Path, split: str, vocab_size: int | None = None) -> None:
         self.ids: dict[str, np.ndarray] = {}
         self.offsets: dict[str, np.ndarray] = {}
         self.sizes: dict[str, np.ndarray] = {}
@@ -61,11 +62,7 @@ class Corpus:
                 or len(self.sizes[tier]) != len(offsets) - 1
             ):
                 raise ValueError(f"{file}, its offsets and its bytes do not belong together: {_AGAIN}")
-
-    def require_below(self, vocab_size: int) -> None:
-        """Raise ValueError if a tier holds an id that no model of this vocabulary has."""
-        for tier, ids in self.ids.items():
-            if (largest := int(ids.max())) >= vocab_size:
+            if vocab_size is not None and (largest := int(ids.max())) >= vocab_size:
                 where = f"tier {tier} holds token {largest}, the model's vocabulary ends at {vocab_size - 1}"
                 raise ValueError(f"{where}; tokenise with its tokenizer")
 
