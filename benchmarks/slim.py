@@ -182,7 +182,7 @@ def run(wanted: Wanted, command: str, console: Console) -> list[Row]:
     try:
         require_gpu()
     except GpuUnavailable as error:
-        raise GpuUnavailable(f"{where}: {error}. `kvist plan {BENCH}` runs anywhere") from error
+        raise GpuUnavailable(f"{where}: {error.missing}", f"`kvist plan {BENCH}` runs anywhere") from error
     torch.cuda.set_device(0)
     free, _ = torch.cuda.mem_get_info()
     cases = cases_of(config, wanted, free)

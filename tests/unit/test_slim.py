@@ -168,5 +168,6 @@ def test_without_a_card_it_says_what_is_needed() -> None:
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "GpuUnavailable"
     assert "needs one CUDA card of compute capability 9.0 or newer with 118 GB" in str(result.exception)
+    assert "impl 'ref'" not in str(result.exception), "nothing else measures this"
     unknown = CliRunner().invoke(app, ["bench", "v42"])
     assert "no workload named 'v42'" in str(unknown.exception)

@@ -16,7 +16,14 @@ OLDEST = (9, 0)
 
 
 class GpuUnavailable(ValueError):
-    """`impl="gpu"` was asked for where it cannot run; the message says what is missing and what runs instead."""
+    """`impl="gpu"` was asked for where it cannot run; the message says what is missing and what runs instead.
+
+    `missing` is the first half alone, for callers that nothing replaces.
+    """
+
+    def __init__(self, missing: str, instead: str | None = None) -> None:
+        super().__init__(missing if instead is None else f"{missing}; {instead}")
+        self.missing = missing
 
 
 def interpreted() -> bool:
@@ -28,17 +35,18 @@ def interpreted() -> bool:
 def require_gpu() -> None:
     """Raise `GpuUnavailable` unless Triton and a card of compute capability 9.0 or newer are here (or the interpreter is)."""
     if importlib.util.find_spec("triton") is None:
-        raise GpuUnavailable("impl 'gpu' needs Triton (kvist's extra gpu, or pip install triton); impl 'ref' runs without it")
+        raise GpuUnavailable("impl 'gpu' needs Triton (kvist's extra gpu, or pip install triton)", "impl 'ref' runs without it")
     if interpreted():
         return
     if not torch.cuda.is_available():
-        raise GpuUnavailable("impl 'gpu' needs a CUDA device and torch sees none; impl 'ref' or 'cpu' runs here")
+        raise GpuUnavailable("impl 'gpu' needs a CUDA device and torch sees none", "impl 'ref' or 'cpu' runs here")
     found = torch.cuda.get_device_capability()
     if found < OLDEST:
         name = torch.cuda.get_device_name()
         raise GpuUnavailable(
             f"impl 'gpu' is written for compute capability {OLDEST[0]}.{OLDEST[1]} (Hopper) or newer; {name} has "
-            f"{found[0]}.{found[1]}; impl 'ref' runs there"
+            f"{found[0]}.{found[1]}",
+            "impl 'ref' runs there",
         )
 
 
