@@ -446,6 +446,25 @@ def test_selection_of_queries_that_share_keys(requests: int, each: int, m: int, 
             assert torch.equal(best, blocks[blocks >= 0])
 
 
+@pytest.mark.parametrize("each", [5, 13])
+def test_groups_that_are_not_full_keep_scores_of_their_queries_alone(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All see all keys. What a product has beside a group's queries once filled the lists of the next group's."""
+    requests, m = (20, 20_000) if ON_HOPPER else (2, 700)
+    x = Choice(requests, each, m, equal=False)
+    seen = torch.full((requests * each,), m)
+    x.visible = seen
+    groups = torch.tensor([(r * each, each) for r in range(requests)], dtype=torch.int32, device=DEVICE)
+    made, empty = [], torch.empty
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda *a, **b: made.append(empty(*a, **b).fill_(-7)) or made[-1])
+        topk, _ = select_kernels.select_many(*x.there[:4], seen.to(DEVICE), groups, rows=m, k=60)
+    (spill,) = (tensor for tensor in made if tensor.numel() % (16 * 4096 * 2) == 0 and tensor.numel())
+    assert bool((spill.view(-1, 16, 8192)[:, each:] == -7).all())
+    assert bool((spill.view(-1, 16, 8192)[:, :each] != -7).any(2).all())
+    for n in range(0, requests * each, 3):
+        assert torch.equal(topk[n].cpu().long(), x.want(n, 60, None, 0)[0])
+
+
 class Nothing:
     """A kernel that does nothing."""
 

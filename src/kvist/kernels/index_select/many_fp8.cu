@@ -105,7 +105,8 @@ struct Span {  // of tiles of 64 keys
 __device__ __forceinline__ bool scan_share(const Call& c, u8* shared, Held& b, uint2* spills, const Span& x) {
   int wide = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, group = lane & 3;
   int most = 0, fewest = b.sees[0];
-  for (int m = 0; m < x.members; m++) most = max(most, b.sees[m]), fewest = min(fewest, b.sees[m]);
+  // Of whole products: what a place without a query sees is nothing, and its scores must not count either.
+  for (int m = 0; m < (x.members + TOGETHER - 1) / TOGETHER * TOGETHER; m++) most = max(most, b.sees[m]), fewest = min(fewest, b.sees[m]);
   int stop = min(x.stop, (most + 63) / 64), tile = x.first + wide;
   if (x.first >= stop) return false;
   bool unfit = false;
