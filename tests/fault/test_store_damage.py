@@ -232,6 +232,21 @@ def test_index_gone_or_of_another_directory(original: Path, tmp_path: Path) -> N
     refill(store)
 
 
+def test_schema_that_is_no_text(original: Path, tmp_path: Path) -> None:
+    """SQLite quotes the damaged schema in its message, from which Python then makes a UnicodeDecodeError and no sqlite3.Error."""
+    folder = tmp_path / "store"
+    shutil.copytree(original, folder)
+    path = folder / "index.sqlite"
+    data = path.read_bytes()
+    assert data.count(b"CREATE TABLE pages") == 1
+    path.write_bytes(data.replace(b"CREATE TABLE pages", b"CR\x9cATE TABLE pages"))
+    with pytest.raises(NotAStore, match="its schema is damaged"):
+        open_store(folder, read_only=True)
+    store = open_store(folder)
+    assert store.counters.index_rebuilds == 1 and missing(store) == 0
+    refill(store)
+
+
 def test_index_damaged_while_in_use(original: Path, tmp_path: Path) -> None:
     shutil.copytree(original, tmp_path / "store")
     store = open_store(tmp_path / "store")

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvist.cache.store_errors import NewerStore
 
@@ -57,6 +57,22 @@ class DamagedIndex(sqlite3.DatabaseError):
 
 class UnfinishedIndex(DamagedIndex):
     """An index whose creation was cut short by a kill: it never held a page."""
+
+
+class _Connection(sqlite3.Connection):
+    """SQLite's message about a damaged schema quotes it, and Python makes no error of bytes that are no UTF-8."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*arguments)
+        except UnicodeDecodeError as error:
+            raise DamagedIndex("its schema is damaged") from error
+
+    def executemany(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().executemany(*arguments)
+        except UnicodeDecodeError as error:
+            raise DamagedIndex("its schema is damaged") from error
 
 
 class PageIndex:
@@ -302,8 +318,9 @@ def _connect(path: Path, *, read_only: bool, create: bool = False) -> sqlite3.Co
     frozen = read_only and not os.access(path.parent, os.W_OK)
     mode = "mode=ro&immutable=1" if frozen else "mode=rwc" if create else "mode=rw"
     connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=_BUSY_S
-    )
+        f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=_BUSY_S,
+        factory=_Connection,
+    )  # fmt: skip
     try:
         connection.execute("PRAGMA cache_size = -2000")
         if read_only:
