@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kvist.checkpoint import build_model, compare, convert, load_model, open_checkpoint, save_checkpoint, verify
+from kvist.checkpoint import build_model, compare, convert, is_base, load_model, open_checkpoint, save_checkpoint, verify
 from kvist.checkpoint.tensors import TensorFiles
 from kvist.config_json import load_config
 from kvist.inventory import tensor_specs
@@ -51,9 +51,10 @@ def test_both_load_modes_read_the_bytes_that_safetensors_reads(golden_case):
 
 @pytest.mark.golden_cases("dspark", "vision-two-images")
 def test_save_and_convert_keep_every_value(golden_case, tmp_path):
+    """And that a model is a base model, which decides how it is served."""
     config, state = load_model(golden_case)
     values = dict(state.tensors) | {f"layers.{at}.engram.embed.weight": table for at, table in state.tables.items()}
-    files = save_checkpoint(config, values, golden_case / "tokenizer.json", tmp_path / "saved", shard_bytes=1 << 20)
+    files = save_checkpoint(config, values, golden_case / "tokenizer.json", tmp_path / "saved", shard_bytes=1 << 20, base=True)
     assert len(files) > 2
     targets = {"saved": config}
     for weights, experts in (("bf16", "bf16"), ("keep", "fp8"), ("keep", "keep")):
@@ -61,6 +62,8 @@ def test_save_and_convert_keep_every_value(golden_case, tmp_path):
         targets[name], _ = convert(golden_case, tmp_path / name, weights=weights, experts=experts)
     targets["back"], _ = convert(tmp_path / "bf16-bf16", tmp_path / "back", weights="fp8", experts="fp4")
     assert targets["back"] == config
+    convert(tmp_path / "saved", tmp_path / "base", weights="bf16")
+    assert {name for name in (*targets, "base") if is_base(tmp_path / name)} == {"saved", "base"}
     for name, target in targets.items():
         again, loaded = load_model(tmp_path / name)
         assert again == target

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvist.server.loaded import is_base
+from kvist.checkpoint import is_base
 from kvist.server.page import FOLDER, POLICY
 from tests.server_fakes import NANO, Live, says, scripted, serving
 

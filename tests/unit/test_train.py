@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvist import quant
-from kvist.checkpoint import build_model
+from kvist.checkpoint import build_model, is_base
 from kvist.engine.session import Session
 from kvist.model.initialise import random_model
 from kvist.model.memory import DenseMemory
@@ -413,6 +413,7 @@ def test_draft_stage_export_and_reload(sampler: Sampler, tmp_path: Path) -> None
     assert line["loss"] < 1.05
     files = export(CONFIG, run.weights, None, tmp_path / "model", shard_bytes=300_000)
     assert len(files) > 1
+    assert is_base(tmp_path / "model"), "what is trained here was not tuned to chat"
     values = checkpoint_values(CONFIG, tmp_path / "model")
     export(CONFIG, values, None, tmp_path / "again", shard_bytes=300_000)
     assert values.keys() == run.weights.keys()

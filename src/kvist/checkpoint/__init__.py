@@ -3,6 +3,7 @@
 Other packages import from here. The only place that knows foreign tensor names and containers.
 """
 
+from kvist.checkpoint.about import is_base
 from kvist.checkpoint.bounded import CacheCounters
 from kvist.checkpoint.contents import Finding, compare
 from kvist.checkpoint.convert import convert
@@ -53,6 +54,7 @@ __all__ = [
     "fetch_counters",
     "fingerprint",
     "inspect",
+    "is_base",
     "load_model",
     "locate",
     "open_checkpoint",

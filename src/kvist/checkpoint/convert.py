@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvist.checkpoint.about import is_base
 from kvist.checkpoint.formats import CheckpointMismatch
 from kvist.checkpoint.load import open_files
 from kvist.checkpoint.save import DEFAULT_SHARD_BYTES, TABLE_PIECE_ROWS, Planes, encode, write_checkpoint
@@ -53,7 +54,8 @@ def convert(
         return recode(files, held[parameter.name], parameter)
 
     tokenizer = folder / "tokenizer.json"
-    return target, write_checkpoint(target, encoder, tokenizer if tokenizer.is_file() else None, out, shard_bytes)
+    known = tokenizer if tokenizer.is_file() else None
+    return target, write_checkpoint(target, encoder, known, out, shard_bytes, base=is_base(folder))
 
 
 def recode(files: TensorFiles, source: Parameter, target: Parameter) -> Iterator[Planes]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-HUB_FILES = ["config.json", "tokenizer.json", "*.safetensors", "model.safetensors.index.json"]
+from kvist.checkpoint.about import ABOUT_NAME
+
+HUB_FILES = ["config.json", "tokenizer.json", ABOUT_NAME, "*.safetensors", "model.safetensors.index.json"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHIPPED_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from kvist.checkpoint.about import write_about
 from kvist.checkpoint.formats import INDEX_NAME, CheckpointMismatch, shard_name
 from kvist.checkpoint.tables import EngramTable
 from kvist.config import ModelConfig
@@ -50,20 +51,26 @@ def save_checkpoint(
     out: str | Path,
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    base: bool = False,
 ) -> list[Path]:
     """Quantise `state` (released names -> values, tables as float tensors or `EngramTable`) into the folder `out`.
 
-    Values that the formats represent exactly are kept bit for bit. Returns the weight files. Raises `CheckpointMismatch`
-    that lists missing, extra and misshapen tensors before anything is written, and ValueError if `out` holds a model.
+    `base`: the folder says that the model was not tuned to chat. Values that the formats represent exactly are kept bit for
+    bit. Returns the weight files. Raises `CheckpointMismatch` that lists missing, extra and misshapen tensors before anything
+    is written, and ValueError if `out` holds a model.
     """
     require_state(config, state)
-    return write_checkpoint(config, lambda parameter: encode(parameter, state[parameter.name]), tokenizer, out, shard_bytes)
+
+    def encoder(parameter: Parameter) -> Iterable[Planes]:
+        return encode(parameter, state[parameter.name])
+
+    return write_checkpoint(config, encoder, tokenizer, out, shard_bytes, base=base)
 
 
 def write_checkpoint(
-    config: ModelConfig, encoder: Encoder, tokenizer: Path | None, out: str | Path, shard_bytes: int
+    config: ModelConfig, encoder: Encoder, tokenizer: Path | None, out: str | Path, shard_bytes: int, *, base: bool = False
 ) -> list[Path]:
-    """Write all parameters of `config` as `encoder` gives them, with config.json and tokenizer.json.
+    """Write all parameters of `config` as `encoder` gives them, with config.json, tokenizer.json and (`base`) kvist.json.
 
     Files get their names only when all are complete, config.json last: a folder without it is no model.
     """
@@ -83,6 +90,7 @@ def write_checkpoint(
             (partial / INDEX_NAME).write_text(_index(names, shards), encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
+        write_about(partial, base=base)
         save_config(config, partial / "config.json")
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             _sync(file)

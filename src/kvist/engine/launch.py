@@ -16,7 +16,7 @@ import torch
 
 from kvist.cache.store import PageStore
 from kvist.cache.tiers import Tiers
-from kvist.checkpoint import build_model, fingerprint, locate
+from kvist.checkpoint import build_model, fingerprint, is_base, locate
 from kvist.config import VisionConfig
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.budget import EngineConfig
@@ -68,13 +68,15 @@ class SpanImage:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A running engine with what belongs to it. `close` it: what is in host memory only is written then."""
+    """A running engine with what belongs to it. `base`: the model was not tuned to chat. `close` it: what is in host memory only
+    is written then."""
 
     engine: AsyncEngine
     tokenizer: Tokenizer
     folder: Path
     fingerprint: bytes
     created: int
+    base: bool
     tiers: Tiers | None
 
     @property
@@ -99,6 +101,7 @@ def launch(name: str, options: LaunchOptions) -> Launched:
     )
     device = device_for(numerics, options.device)
     folder = locate(name)
+    base = is_base(folder)
     digest = fingerprint(folder)
     if options.expert_budget is None:
         model = build_model(folder, numerics=numerics, device=device)
@@ -134,6 +137,7 @@ def launch(name: str, options: LaunchOptions) -> Launched:
         folder=folder,
         fingerprint=digest,
         created=int(time.time()),
+        base=base,
         tiers=tiers,
     )
 

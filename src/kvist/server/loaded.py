@@ -5,8 +5,6 @@ Owns that translation. Must not know HTTP; torch and the model come with the eng
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.server.served import Served
@@ -39,7 +37,7 @@ def served_model(launched: Launched, *, pin_share: float = 0.0, figures: bool = 
         bos_id=model.config.bos_token_id,
         eos_id=model.config.eos_token_id,
         created=launched.created,
-        base=is_base(launched.folder),
+        base=launched.base,
         fingerprint=f"fp_{launched.fingerprint.hex()[:16]}",
         image_token_id=model.config.image_token_id,
         read_image=image_reader(model),
@@ -49,15 +47,3 @@ def served_model(launched: Launched, *, pin_share: float = 0.0, figures: bool = 
         collectors=(collector(engine.metrics, lambda: gauges(engine)),) if figures else (),
         stopped=stopped,
     )
-
-
-def is_base(folder: Path) -> bool:
-    """Whether the folder's `kvist.json`, where there is one, says `"base": true`: a model that was not tuned to chat."""
-    about = folder / "kvist.json"
-    try:
-        facts = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{about} is not JSON: {error}; mend or remove it") from error
-    if not isinstance(facts, dict) or not isinstance(facts.get("base", False), bool):
-        raise ValueError(f'{about} must hold an object whose "base" is true or false; mend or remove it')
-    return bool(facts.get("base", False))

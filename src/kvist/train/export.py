@@ -24,9 +24,9 @@ SHARD_BYTES = 12_500_000
 def export(
     config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Path | None, out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write config.json, the tokenizer and the quantised weights; returns the weight files."""
+    """Write config.json, the tokenizer, that it is a base model, and the quantised weights; returns the weight files."""
     state = {name: value.detach().float().cpu() for name, value in released(weights, config).items()}
-    return save_checkpoint(config, state, tokenizer, out, shard_bytes=shard_bytes)
+    return save_checkpoint(config, state, tokenizer, out, shard_bytes=shard_bytes, base=True)
 
 
 def checkpoint_values(config: ModelConfig, folder: Path) -> Weights:
