@@ -92,14 +92,14 @@ static void enter() {
   progress++;
   swapcontext(&fibers[fiber], &scheduler);
 }
-// 0, or 1 if the block hangs.
-static int run_blocks(int blocks, int threads, int together, std::function<void()> kernel) {
+// Blocks from `from` on. 0, or 1 if a block hangs.
+static int run_blocks(int from, int blocks, int threads, int together, std::function<void()> kernel) {
   static char* stacks = (char*)malloc(MOST_CLUSTER * MOST_THREADS * STACK_BYTES);
   body = kernel;
   gridDim = {(unsigned)blocks, 1, 1};
   threads_of_block = threads;
   blocks_of_cluster = together;
-  for (int first = 0; first < blocks; first += together) {
+  for (int first = from; first < blocks; first += together) {
     int all = together * threads;
     for (int f = 0; f < all; f++) {
       finished[f] = false;

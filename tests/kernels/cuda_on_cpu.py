@@ -140,8 +140,8 @@ def build(paths: tuple[Path, ...], threads: dict[str, int], folder: Path) -> dic
         return re.findall(rf"\b{name}\(const __grid_constant__ (\w+)", text)[0]
 
     entries = [
-        f'extern "C" int run_{name}({taken_by(name)}* c, int blocks, int together) '
-        f"{{ return run_blocks(blocks, {count}, together, [=] {{ {name}(*c); }}); }}\n"
+        f'extern "C" int run_{name}({taken_by(name)}* c, int from, int blocks, int together) '
+        f"{{ return run_blocks(from, blocks, {count}, together, [=] {{ {name}(*c); }}); }}\n"
         for name, count in threads.items()
     ]
     whole, library = folder / f"{paths[-1].stem}.cpp", folder / f"{paths[-1].stem}_on_cpu.so"
@@ -160,10 +160,10 @@ class OnCpu:
 
     def launch(
         self, argument: ctypes.Structure, blocks: int, threads: int, *, overlap: bool = False, together: bool = False,
-        cluster: int = 1, shared_bytes: int | None = None,
+        cluster: int = 1, shared_bytes: int | None = None, first: int = 0,
     ) -> None:  # fmt: skip
-        """Run all clusters one after the other. Raises RuntimeError where threads wait for each other for ever."""
-        if self._run(ctypes.byref(argument), blocks, blocks if together else cluster):
+        """Run all clusters one after the other, from block `first` on. Raises RuntimeError where threads wait for ever."""
+        if self._run(ctypes.byref(argument), first, blocks, blocks if together else cluster):
             raise RuntimeError("a block hangs: its threads wait for each other")
 
 

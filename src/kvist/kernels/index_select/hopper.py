@@ -93,20 +93,27 @@ def fits(q_NJI: Tensor, pages: DevicePages, k: int, block_size: int, publish_blo
     )
 
 
-def _counters_of(n: int) -> int:
-    return n * BINS + -(-n // 32) * 32
+def _most(n: int) -> int:
+    """Queries that counters of `n` have room for: passes bring any number, and what is kept must not grow with each new one."""
+    return 1 << (n - 1).bit_length()
+
+
+def _counters_of(most: int) -> int:
+    return most * BINS + -(-most // 32) * 32
 
 
 def _counters(device: torch.device, n: int, lists: int) -> Tensor:
     """Words between launches of `few`, zeros at first. Its users must be ordered.
 
-    Bins, then a count, of each query, for each list; entries of shares, if these list their best; PROGRESS words a query.
+    Bins, then a count, of each of `_most(n)` queries, for each list; entries of shares, which list their best for up to
+    MOST_LISTED queries; PROGRESS words a query. A query's words lie at the same place whatever `n`.
     """
-    key = (device, n, lists)
+    most = _most(n)
+    key = (device, most, lists)
     if key not in _zeroed:
         refuse_capture(device)
-        listed = sum(LISTED[:lists]) if n <= MOST_LISTED else 0
-        _zeroed[key] = torch.zeros(lists * _counters_of(n) + (2 * listed + PROGRESS) * n, dtype=torch.int32, device=device)
+        listed = 2 * sum(LISTED[:lists]) * min(most, MOST_LISTED)
+        _zeroed[key] = torch.zeros(lists * _counters_of(most) + listed + PROGRESS * most, dtype=torch.int32, device=device)
     return _zeroed[key]
 
 
@@ -123,8 +130,8 @@ def _list(counters: Tensor, at: int, n: int, length: int, k: int) -> tuple[_List
     orders = torch.empty(n * stride, dtype=torch.int32, device=device)
     found = torch.empty(n * room * 2, dtype=torch.int32, device=device)
     out = torch.empty(n, k, dtype=torch.int32, device=device)
-    bins = counters.data_ptr() + 4 * at * _counters_of(n)
-    buffers = (orders.data_ptr(), bins, bins + 4 * n * BINS, found.data_ptr(), out.data_ptr(), None)
+    bins = counters.data_ptr() + 4 * at * _counters_of(_most(n))
+    buffers = (orders.data_ptr(), bins, bins + 4 * BINS * _most(n), found.data_ptr(), out.data_ptr(), None)
     made = _List(*buffers, stride, k, room, _number_shift(length))
     return made, out, [orders, found]
 
@@ -187,7 +194,7 @@ def _launch_few(
     programs = multiprocessors(device)
     pool = None if pool_NB is None else pool_NB.to(torch.int32).contiguous()
     scanned = rows if pool is None else pool.shape[1] * BLOCK
-    counters = _counters(device, n, 2 if publish_blocks else 1)
+    most, counters = _most(n), _counters(device, n, 2 if publish_blocks else 1)
     main, topk, kept = _list(counters, 0, n, scanned, k)
     main.number_shift = _number_shift(rows)
     other, blocks = _List(), None
@@ -202,10 +209,11 @@ def _launch_few(
     tensors = _rest(q_NJI, weight_NJ, pages, slot_N, visible_N, pool)
     shares = -(-scanned // chunk)
     if n <= MOST_LISTED and chunk <= FEW_KEPT and k <= MOST_ROWS and publish_blocks <= MOST_BLOCKS:
-        at = counters.data_ptr() + 4 * (2 if publish_blocks else 1) * _counters_of(n)
-        main.entries, other.entries = at, at + 8 * LISTED[0] * n if publish_blocks else None
+        at = counters.data_ptr() + 4 * (2 if publish_blocks else 1) * _counters_of(most)
+        main.entries, other.entries = at, at + 8 * LISTED[0] * min(most, MOST_LISTED) if publish_blocks else None
+    progress = counters.data_ptr() + 4 * (len(counters) - PROGRESS * most)
     call = _Call(
-        *(t.data_ptr() for t in tensors), None, counters.data_ptr() + 4 * (len(counters) - PROGRESS * n), None, None, main, other,
+        *(t.data_ptr() for t in tensors), None, progress, None, None, main, other,
         pages.page_bytes, n, heads, *_of_pages(pages), 0 if pool is None else pool.shape[1], int(publish_blocks > 0), rows, chunk,
         shares, 0, -(-(1 << 31) // shares),
     )  # fmt: skip

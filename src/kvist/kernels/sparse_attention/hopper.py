@@ -25,6 +25,8 @@ KEY_UNIT = 2.0**-9
 """The kernel keeps keys times this, so that an FP4 code and its scale need one product."""
 MOST_SHARES = 8
 """Blocks of a cluster on any card."""
+MOST_BLOCKS = (1 << 16) - 1
+"""Blocks of a launch of clusters: the kernel multiplies their number by itself in 32 bits."""
 PARTS = (1, 2, 4, 8)
 """Parts that the kernel is built for."""
 LOG2_E = 1.4426950408889634
@@ -149,6 +151,16 @@ def attend_hopper(
     parts_few = -(-heads // FEW_HEADS)
     few = few_shares(n * parts_few, tiles, programs) if cut is None and turned <= FEW_TURNED else 0
     shares, parts = (few, parts_few) if few else cut or cut_of(items, tiles, programs)
+    if shares > 1 and items * parts * shares > MOST_BLOCKS and not few:
+        each = MOST_BLOCKS // (items // n * parts * shares)
+        cuts = (slice(at, at + each) for at in range(0, n, each))
+        return torch.cat([
+            attend_hopper(
+                q[at], codes_DRC, scales_DRG, span_N2[at], slot_N[at], pages, None if topk is None else topk[at], sink_H,
+                rope=None if rope is None else (rope[0][at], rope[1][at]), window=window, cut=(shares, parts),
+            )
+            for at in cuts
+        ])  # fmt: skip
     cos, sin = (t.float().contiguous() for t in rope) if rope is not None else (sink_H, sink_H)
     sink, span, slots = sink_H.float().contiguous(), span_N2.to(torch.int64).contiguous(), slot_N.to(torch.int32).contiguous()
     table, source = (slots, q) if pages is None else (pages.table_ST, pages.bytes_PB)
