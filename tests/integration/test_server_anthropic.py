@@ -116,6 +116,25 @@ def test_history_of_tools(live: Live) -> None:
     assert counted.input_tokens == len(live.engine.requests[-1].prompt)
 
 
+def test_a_reply_goes_back_with_every_field_of_its_client(live: Live) -> None:
+    """The client's blocks have fields that this server never sent, all of them null."""
+    client = live.anthropic()
+    reply = client.messages.create(model="nano", max_tokens=500, messages=ask("use tools"), tools=[TOOL])
+    blocks = [block.model_dump() for block in reply.content]
+    assert None in [value for block in blocks for value in block.values()]
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "ok", "no_such_field": None}
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    messages = [*ask("use tools"), *turns]
+    assert client.messages.create(model="nano", max_tokens=500, messages=messages, tools=[TOOL]).stop_reason == "tool_use"
+    results[0]["no_such_field"] = 0
+    with pytest.raises(anthropic.BadRequestError, match="no_such_field = 0 is not supported"):
+        client.messages.create(model="nano", max_tokens=500, messages=messages, tools=[TOOL])
+
+
 def test_choice_and_schema_become_grammars(live: Live) -> None:
     client = live.anthropic()
     client.messages.create(model="nano", max_tokens=5, messages=ask("x"), tools=[TOOL], tool_choice={"type": "any"})

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
 from kvist.server.errors import ApiError
@@ -23,9 +23,20 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Body(BaseModel):
-    """Base of every schema: exact types, no unknown field."""
+    """Base of every schema: exact types, no unknown field but those that are null.
+
+    Clients send blocks of a reply back with all fields that their version knows, most of them null.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or all(item is not None for item in value.values()):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: item for name, item in value.items() if item is not None or name in known}
 
 
 B = TypeVar("B", bound=Body)
