@@ -43,6 +43,8 @@ def test_keys(caplog: pytest.LogCaptureFixture) -> None:
             answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert http.get("/live").status_code == http.get("/health").status_code == 200
+        heads = [http.head(path) for path in ("/live", "/health")]
+        assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * 2, "what load balancers ask"
         assert live.openai(KEY).chat.completions.create(**CHAT).choices[0].message.content == ""
         live.anthropic("another-key-of-mine").messages.create(max_tokens=9, **CHAT)
         tenants = {request.tenant for request in live.engine.requests}

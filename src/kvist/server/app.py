@@ -184,6 +184,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     for path, endpoint in (("/v1/models", models), ("/live", live), ("/health", health), ("/metrics", metrics)):
         app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
+    for path, endpoint in (("/live", live), ("/health", health)):
+        # Load balancers and watchers often ask for the head only.
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], response_class=Response)
 
 
