@@ -7,12 +7,16 @@ Knows no operator.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from kvist.kernels.device.pages import DevicePages
 from tests.kernels.cuda_on_cpu import OnCpu, build
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -34,3 +38,15 @@ def use(monkeypatch: pytest.MonkeyPatch, module: ModuleType, built: Mapping[str,
     if built:
         monkeypatch.setattr(module, "kernels", lambda *_: built)
         monkeypatch.setattr(module, "multiprocessors", lambda _: 2)
+
+
+def far_apart(pages: DevicePages) -> DevicePages:
+    """The same pages more than 2^31 bytes apart, as in a large pool: from the third on, places need more than 32 bits."""
+    count, size = pages.bytes_PB.shape
+    shape = (count, (1 << 31) + 4096)
+    # A processor's memory of zeros is there once it is written to.
+    far: Tensor = (
+        torch.empty(shape, dtype=torch.uint8, device=DEVICE) if ON_HOPPER else torch.from_numpy(np.zeros(shape, np.uint8))
+    )
+    far[:, :size] = pages.bytes_PB
+    return replace(pages, bytes_PB=far)

@@ -15,7 +15,7 @@ from kvist.kernels.sparse_attention import hopper as attend_kernels
 from kvist.kernels.sparse_attention import sparse_attention
 from kvist.quant import pack_fp8, pack_main_fp4, unpack_fp8, unpack_main_fp4
 from tests.kernels.cuda_on_cpu import OnCpu
-from tests.kernels.on_hopper import DEVICE, ON_HOPPER, processor_kernels, use
+from tests.kernels.on_hopper import DEVICE, ON_HOPPER, far_apart, processor_kernels, use
 
 ATTEND = tuple(f"attend_{parts}" for parts in attend_kernels.PARTS)
 ATTEND_FEW = tuple(name for name, _ in attend_kernels._FEW_KERNELS)
@@ -281,3 +281,18 @@ def test_shares_of_very_many_queries(queries: int, built: dict[str, OnCpu], monk
     last = slice(queries - 1, queries)
     want = sparse_attention(q[last], memory.entries[1], span[last], memory.rows[1], topk[last], sink, window=64, impl="wide")
     assert relative(got[last], want) < 6e-3
+
+
+@pytest.mark.parametrize("few", [0, 1])
+def test_rows_in_a_pool_beyond_32_bits(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    by_few(monkeypatch, few)
+    memory = Memory(32, 16, 64, 130)
+    q, sink, topk = torch.randn(2, 9, 512).bfloat16(), torch.randn(9), torch.arange(32).repeat(2, 1)
+    span, at = torch.tensor([[66, 130]]).repeat(2, 1).to(DEVICE), torch.arange(2, dtype=torch.int32).to(DEVICE)
+    there = (q.to(DEVICE), memory.ring[..., :512], memory.ring[..., 512:], span, at)
+    near, far = (
+        attend_kernels.attend_hopper(*there, pages, topk.to(DEVICE), sink.to(DEVICE), window=64).cpu()
+        for pages in (memory.pages, far_apart(memory.pages))
+    )
+    assert near.abs().max() > 0 and torch.equal(far, near)

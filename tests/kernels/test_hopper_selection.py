@@ -11,7 +11,7 @@ from kvist.kernels.index_select import hopper as select_kernels
 from kvist.kernels.index_select.ref import select_ref
 from kvist.quant import pack_mxfp4, unpack_mxfp4
 from tests.kernels.cuda_on_cpu import OnCpu
-from tests.kernels.on_hopper import DEVICE, ON_HOPPER, processor_kernels, use
+from tests.kernels.on_hopper import DEVICE, ON_HOPPER, far_apart, processor_kernels, use
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +273,21 @@ def test_what_is_kept_between_launches_does_not_grow_with_each_number_of_queries
             assert torch.equal(got.topk_NK[n].cpu().long(), rows)
             assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
     assert len(select_kernels._zeroed) == 2
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_keys_in_a_pool_beyond_32_bits(odd: bool) -> None:
+    """Every way to read keys; `odd`: a query for the kernel of what does not fit FP8."""
+    x = Choice(1, 5, 120, equal=False)
+    if odd:
+        x.q[1, 3, 7] = 1.125
+    pages = far_apart(x.pages)
+    _, weight, _, slots, visible = x.there
+    there = (x.q.to(DEVICE), weight, pages, slots, visible)
+    pool = torch.arange(15, dtype=torch.int32).repeat(5, 1).to(DEVICE)
+    groups = torch.tensor([(0, 5)], dtype=torch.int32, device=DEVICE)
+    few, within = (select_kernels.select_few(*there, rows=120, k=20, pool_NB=given).topk_NK for given in (None, pool))
+    many, _ = select_kernels.select_many(*there, groups, rows=120, k=20)
+    for n in range(5):
+        want = x.want(n, 20, None, 0)[0]
+        assert all(torch.equal(got[n].cpu().long(), want) for got in (few, within, many))
