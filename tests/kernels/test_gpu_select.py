@@ -125,6 +125,15 @@ def test_packed_keys_of_several_requests(together: int, share: int) -> None:
         same(Selection(pooled.topk_NK[at], None), select(*wide, k=k, block_size=BLOCK, pool_NB=inside[at]))
 
 
+@pytest.mark.timeout(60)
+def test_maxima_of_no_block_choose_nothing() -> None:
+    """Many queries of contexts that end no group yet: once joined for ever."""
+    from kvist.kernels.index_select.gpu import _join
+
+    got = _join(torch.zeros(3, 0, dtype=torch.int32, device=DEVICE), None, None, 5)
+    assert torch.equal(got.cpu(), torch.full((3, 5), -1, dtype=torch.int32))
+
+
 def test_unsupported_sizes_are_named() -> None:
     q, weight = torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
     keys, visible = torch.zeros(4, 32, device=DEVICE), torch.tensor([4], device=DEVICE)

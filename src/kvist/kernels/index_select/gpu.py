@@ -239,6 +239,8 @@ def _scan(
 
 def _join(orders_NL: Tensor, ids_NL: Tensor | None, limits_N: Tensor | None, k: int) -> Tensor:
     """The k best entries of each line, ascending by id, by levels of segments that fit a program. int32 [N,k]."""
+    if not orders_NL.shape[1]:
+        return torch.full((len(orders_NL), k), -1, dtype=torch.int32, device=orders_NL.device)
     segment = triton.next_power_of_2(max(4 * k, 64))
     segment = max(segment, 4096) if not interpreted() else segment
     while True:
