@@ -233,7 +233,8 @@ def judge_all(
     print(result["indexer_recall"], flush=True)
     keep()
     result["loss_by_position"] = {
-        tier: loss_by_position(judge, np.array(corpus.ids[tier]), long_length, 24) for tier in ("prose", "docs", "code")
+        tier: loss_by_position(judge, np.array(corpus.ids[tier]), long_length, max(24, judge.tokens // long_length))
+        for tier in ("prose", "docs", "code")
     }
     print(result["loss_by_position"], flush=True)
     keep()
