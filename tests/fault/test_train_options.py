@@ -10,7 +10,7 @@ import torch
 
 from kvist.presets import nano, tiny
 from kvist.train.loop import Recipe, Run
-from kvist.train.run import run
+from kvist.train.run import TrainingError, run
 from kvist.train.sampling import Corpus, Mixture
 
 
@@ -87,6 +87,22 @@ def test_tokens_of_another_vocabulary(tokens: Path, tmp_path: Path) -> None:
     (np.arange(600) % 200 + 7000).astype("<u2").tofile(tokens / "code.train.u16")
     with pytest.raises(ValueError, match="tier code holds token 7199, the model's vocabulary ends at 7167"):
         run("nano", tokens, tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "baseline"])
+def test_held_out_tokens_are_looked_at_before_training(tokens: Path, tmp_path: Path, stage: str) -> None:
+    with pytest.raises(ValueError, match=r"no .*prose\.heldout\.u16"):
+        run("nano", tokens, tmp_path / "out", device="cpu", stages=("train", stage))
+    for file in tokens.glob("*.train.*"):
+        file.with_name(file.name.replace(".train.", ".heldout.")).write_bytes(file.read_bytes())
+    (np.arange(600) % 200 + 7000).astype("<u2").tofile(tokens / "code.heldout.u16")
+    with pytest.raises(ValueError, match="tier code holds token 7199"):
+        run("nano", tokens, tmp_path / "out", device="cpu", stages=("train", stage))
+    if stage == "evaluate":
+        (tokens / "code.heldout.u16").write_bytes((tokens / "code.train.u16").read_bytes())
+        with pytest.raises(TrainingError, match="prose has 600 tokens, judging at 16384 positions"):
+            run("nano", tokens, tmp_path / "out", device="cpu", stages=("train", stage))
     assert not (tmp_path / "out").exists()
 
 

@@ -56,9 +56,8 @@ def run(
 ) -> dict[str, Any]:
     """Train `model` (a preset or a config.json) on the tokens under `data`; state, metrics and the checkpoint go to `out`.
 
-    Continues from `out/state.pt` if there is one, else starts from the checkpoint `weights` or afresh. Stages: train, draft,
-    export (into `out/model`), evaluate (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`,
-    `ConfigError` or ValueError.
+    Continues from `out/state.pt`, else from the checkpoint `weights`, else starts afresh. Stages: train, draft, export
+    (`out/model`), evaluate (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`, `ConfigError`, ValueError.
     """
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
@@ -72,12 +71,13 @@ def run(
     file = _checked(tokenizer or _own_tokenizer(model))
     recipe, recall = recipe or Recipe(), recall_from_tokenizer(file)
     sampler = Sampler(Corpus(data, "train", config.vocab_size), mixture or Mixture(), recall, recipe.seed)
+    held = _held_out(data, stages, config, recipe)
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    if "baseline" in stages:
+    if "baseline" in stages and held is not None:
         results["baseline"] = train_dense(
-            config, recipe, sampler, out, place, Corpus(data, "heldout"),
-            inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds, limit=limit,
+            config, recipe, sampler, out, place, held, inner=_inner(config), tokens=baseline_tokens, seconds=baseline_seconds,
+            limit=limit,
         )  # fmt: skip
     if set(stages) <= {"baseline"}:
         return results
@@ -94,14 +94,28 @@ def run(
         if Team.join(place).rank == 0:
             state.save(out / "state.pt")
     if Team.join(place).rank == 0:
-        results |= _finish(config, state, data, out, file, stages, classes, dtype, recall, limit)
+        results |= _finish(config, state, held, out, file, stages, classes, dtype, recall, limit)
     return results
+
+
+def _held_out(data: Path, stages: tuple[str, ...], config: ModelConfig, recipe: Recipe) -> Corpus | None:
+    """What the stages that judge will read; looked at before anything is trained."""
+    if not {"evaluate", "baseline"} & set(stages):
+        return None
+    held = Corpus(data, "heldout", config.vocab_size)
+    for tier, ids in held.ids.items():
+        if "evaluate" in stages and len(ids) < recipe.long_length + 2:
+            raise TrainingError(
+                f"held-out tier {tier} has {len(ids)} tokens, judging at {recipe.long_length} positions (long_length) needs two "
+                "more than that; make long_length smaller, hold out more, or leave the stage evaluate out"
+            )
+    return held
 
 
 def _finish(
     config: ModelConfig,
     state: Run,
-    data: Path,
+    held: Corpus | None,
     out: Path,
     tokenizer: Path,
     stages: tuple[str, ...],
@@ -114,13 +128,12 @@ def _finish(
     if "export" in stages:
         files = export(config, state.weights, tokenizer, out / "model")
         results["files"] = {file.name: file.stat().st_size for file in files}
-    if "evaluate" in stages:
+    if "evaluate" in stages and held is not None:
         judge = Judge(
             config=config, weights=state.weights, storage=storages(config), classes_V=classes, device=state.device, dtype=dtype,
             tokens=state.recipe.micro_tokens,
         )  # fmt: skip
         r = state.recipe
-        held = Corpus(data, "heldout")
         results["evaluation"] = judge_all(
             judge, held, recall, out / "evaluation.json", length=r.length, long_length=r.long_length, limit=limit
         )
