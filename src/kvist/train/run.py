@@ -57,7 +57,7 @@ def run(
     """Train `model` (a preset or a config.json) on the tokens under `data`; state, metrics and the checkpoint go to `out`.
 
     Continues from `out/state.pt`, else from the checkpoint `weights`, else starts afresh. Stages: train, draft, export
-    (`out/model`), evaluate (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises `TrainingError`, `ConfigError`, ValueError.
+    (`out/model`), evaluate (`out/evaluation.json`), baseline (`out/dense.jsonl`). Raises TrainingError, ConfigError, ValueError.
     """
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise TrainingError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
