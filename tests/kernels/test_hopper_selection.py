@@ -272,6 +272,10 @@ def test_what_is_kept_between_launches_does_not_grow_with_each_number_of_queries
             rows, blocks = x.want(n, k, None, publish)
             assert torch.equal(got.topk_NK[n].cpu().long(), rows)
             assert blocks is None or (got.candidates_NB is not None and torch.equal(got.candidates_NB[n].cpu().long(), blocks))
+        for (_, most, lists), words in select_kernels._zeroed.items():
+            progress = words[-select_kernels.PROGRESS * most :].view(most, select_kernels.PROGRESS)
+            # Bins, counts, and blocks that have arrived; verdicts and entries stay.
+            assert not words[: lists * select_kernels._counters_of(most)].any() and not progress[:, :32].any()
     assert len(select_kernels._zeroed) == 2
 
 
