@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvist.server.errors import CODES, TYPES, ApiError, errors_table
-from kvist.server.settings import ServerSettings, read_settings, settings_table
+from kvist.server.settings import ServerSettings, read_settings, settings_table, unknown_variables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 
@@ -74,6 +74,12 @@ def test_other_bad_values_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"api_keys.*written as JSON") as caught:
         read_settings([])
     assert "secretsecret" not in str(caught.value)
+
+
+def test_variables_that_are_no_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVIST_SERVE_API_KEY", "KVIST_SERVE_PORT", "kvist_serve_host", "KVIST_SERVE_CONFIG", "KVIST_THREADS"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == ["KVIST_SERVE_API_KEY"]
 
 
 def test_bad_files(tmp_path: Path) -> None:

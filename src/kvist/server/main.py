@@ -6,6 +6,7 @@ Owns the life of the process. `launch` comes from the engine's side, which loads
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from kvist.server.logs import configure, note
 from kvist.server.patience import patient_protocol
 from kvist.server.routes.pins import from_settings
 from kvist.server.service import Service
-from kvist.server.settings import ServerSettings, read_settings
+from kvist.server.settings import ServerSettings, read_settings, unknown_variables
 from kvist.server.tracing import Tracing, otlp_tracing
 
 
@@ -94,6 +95,8 @@ def serve(model: str, arguments: list[str], config: Path | None = None) -> None:
     """`kvist serve MODEL`: settings, model, server, until a signal. Raises ValueError and named errors for what cannot be."""
     settings = read_settings(arguments, config=config)
     configure(settings.log_level, settings.log_format)
+    for name in unknown_variables():
+        note("no such setting: the variable has no effect", level=logging.WARNING, variable=name)
     tracing = otlp_tracing() if settings.tracing else None
     with bound_socket(settings.host, settings.port) as bound:
         asyncio.run(_serve(model, settings, bound, tracing))

@@ -159,6 +159,13 @@ def read_settings(arguments: list[str] | None = None, *, config: Path | None = N
         raise ValueError(f"{file} is no TOML: {error}") from None
 
 
+def unknown_variables() -> list[str]:
+    """Variables of the environment that look like settings and are none. No error: others set variables too, such as a cluster
+    for a service named kvist-serve; but whoever misspells `KVIST_SERVE_API_KEYS` should hear of it."""
+    known = {CONFIG_VARIABLE, *(f"{PREFIX}{name.upper()}" for name in ServerSettings.model_fields)}
+    return sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
+
+
 def settings_table() -> str:
     """All settings as a Markdown table."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
