@@ -122,10 +122,10 @@ def load(folder: Path = RESULTS) -> Iterator[tuple[str, Row]]:
 
 
 def thin(path: Path) -> int:
-    """Leave each case of a file its first, its best and its newest row: where it began, what was reached, what holds now.
+    """Leave each case of a file its best and its newest row: what was reached, what holds now.
 
-    The lines that stay keep their bytes and order; the others remain in the repository's history. Returns how many went.
-    Raises `BadRow` on a line that is not a row.
+    The lines that stay keep their bytes and order; the others remain in the repository's history, where a case began too.
+    Returns how many went. Raises `BadRow` on a line that is not a row.
     """
     lines = path.read_text().splitlines(keepends=True)
     cases: dict[tuple[str, str], list[tuple[int, Row]]] = {}
@@ -135,7 +135,7 @@ def thin(path: Path) -> int:
     stay: set[int] = set()
     for kept in cases.values():
         best = min if kept[-1][1].better == "lower" else max
-        stay |= {kept[0][0], kept[-1][0], best(kept, key=lambda pair: pair[1].value)[0]}
+        stay |= {kept[-1][0], best(kept, key=lambda pair: pair[1].value)[0]}
     path.write_text("".join(line for at, line in enumerate(lines) if at in stay))
     return len(lines) - len(stay)
 

@@ -73,7 +73,7 @@ def number(value: float) -> str:
 
 
 def markdown(rows: list[tuple[str, Row]], only: Pairs | None = None) -> str:
-    """The newest row of every (device, bench, case) as a Markdown table, in the order in which they first appeared.
+    """The newest row of every (device, bench, case) as a Markdown table, benchmark by benchmark, in the order of what is kept.
 
     With `only`, the rows of those pairs of benchmark and case alone, in that order.
     """
@@ -85,6 +85,9 @@ def markdown(rows: list[tuple[str, Row]], only: Pairs | None = None) -> str:
         order = {pair: at for at, pair in enumerate(only)}
         chosen = sorted((at for at in newest if at[1:] in order), key=lambda at: order[at[1], at[2]])
         newest = {at: newest[at] for at in chosen}
+    else:
+        benches = list(dict.fromkeys(at[:2] for at in newest))
+        newest = {at: newest[at] for at in sorted(newest, key=lambda at: benches.index(at[:2]))}
     if not newest:
         return "No row is kept yet."
     lines = [
