@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvist.presets import nano, tiny
-from kvist.train.loop import Recipe, Run
+from kvist.train.loop import Recipe, Run, _read_state
 from kvist.train.run import TrainingError, run
 from kvist.train.sampling import Corpus, Mixture
 
@@ -123,3 +123,17 @@ def test_a_state_that_is_none_or_another_models(tmp_path: Path) -> None:
     state.write_bytes(good)
     with pytest.raises(ValueError, match=r"state\.pt belongs to another configuration"):
         Run.start(nano(), Recipe(), cpu).load(state)
+
+
+@pytest.mark.parametrize(
+    "words", ["CUDA out of memory. Tried to allocate 2.00 GiB.", "can't allocate memory: you tried to allocate 9 bytes."]
+)
+def test_too_little_memory_for_a_state_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """Whoever reads "delete it" would lose a run that a smaller step continues."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(RuntimeError, match="allocate"):
+        _read_state(tmp_path / "state.pt", torch.device("cpu"))

@@ -183,6 +183,8 @@ def _read_state(file: Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location=device, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        if "tried to allocate" in str(error).lower():
+            raise  # too little memory, of a card or the host: nobody should delete a run for that
         raise ValueError(f"{file} is damaged: restore it, or delete it to begin again") from error
     wanted = ("weights", "optimiser", "step", "seconds", "tokens", "positions")
     if not isinstance(state, dict) or any(key not in state for key in wanted):
